@@ -1,4 +1,9 @@
-"""x"""
+"""Automatic global batch: looks at the goodput now and then, and changes the batch when that pays.
+
+A look every `every` steps asks `goodput.best` for the best size. A change is decided if `confirmations` looks in a row
+want the same direction, and holds `ahead` steps later, because data is read ahead. Until the members have been measured
+at two batch sizes, fixed and per-sample costs cannot be told apart: then one or two probes try another size.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from shoal.core.validation import checked_int
 
 @dataclass(frozen=True, slots=True)
 class BatchChange:
-    """The global batch from a step on, and why."""
+    """A new global batch size, the step from which it holds, and the reason."""
 
     step: int
     size: int
@@ -23,54 +28,55 @@ class BatchChange:
 
 @dataclass(slots=True)
 class _AutoBatchState:
+    """State in a snapshot. `streak` counts looks that wanted a larger batch, negative a smaller one."""
+
     size: int
     progress: float = 0.0
-    looked: int = -1
+    last_look: int = -1
     streak: int = 0
     probes: int = 0
     scale: float | None = None
 
 
 class AutoBatch:
-    """Chooses the global batch of a run; every member advances its own in the same way, so all of them agree.
+    """The global batch of a run; every member advances its own copy with the same figures, so all agree.
 
-    A decision holds `ahead` steps later, so that readers are not surprised. It is made if two looks in a row, `every`
-    steps apart, want the batch to change in the same direction.
+    `base` is the batch that the script asks for, `bounds` what may be chosen, `multiple` what it must be a multiple of.
     """
 
     def __init__(
         self,
         base: int,
         bounds: Bounds,
-        law: LrScaling = "adascale",
+        scaling: LrScaling = "adascale",
         *,
         multiple: int = 1,
         every: int = 10,
         ahead: int = 2,
-        patience: int = 2,
-        probes: int = 2,
+        confirmations: int = 2,
+        max_probes: int = 2,
     ) -> None:
         low, high = round_bounds(bounds, multiple)
-        for name, value in (("base", base), ("every", every), ("ahead", ahead), ("patience", patience)):
+        for name, value in (("base", base), ("every", every), ("ahead", ahead), ("confirmations", confirmations)):
             checked_int(name, value)
-        self.base, self.bounds, self.law = base, (low, high), law
+        self.base, self.bounds, self.scaling = base, (low, high), scaling
         self._multiple, self._every, self._ahead = multiple, every, ahead
-        self._patience, self._probes = patience, probes
+        self._confirmations, self._max_probes = confirmations, max_probes
         self._state = _AutoBatchState(min(max(base, low), high))
         self._pending: BatchChange | None = None
 
     def size_at(self, step: int) -> int:
-        """The global batch of a step, as far as has been decided."""
+        """Return the global batch size of a step, as far as it has been decided."""
         pending = self._pending
         return pending.size if pending is not None and step >= pending.step else self._state.size
 
     def lr_gain_at(self, step: int) -> float:
-        """What the learning rate is multiplied by in a step."""
-        return lr_gain(self.law, self.size_at(step), self.base, self._state.scale or 0.0)
+        """Return the factor on the learning rate in a step."""
+        return lr_gain(self.scaling, self.size_at(step), self.base, self._state.scale or 0.0)
 
     @property
     def progress(self) -> float:
-        """How many steps with the base batch have been made, in effect."""
+        """Number of steps with the base batch that the steps so far stand for."""
         return self._state.progress
 
     def on_commit(
@@ -84,21 +90,21 @@ class AutoBatch:
         cost_s: float = 0.0,
         left_s: float = inf,
     ) -> BatchChange | None:
-        """Take note of a committed step; perhaps the batch changes.
+        """Record a committed step; return the change of the batch that it leads to, if any.
 
-        `costs_known` is False until members have been measured at two sizes. `cap` is what fits
-        into all members together.
+        `costs_known` is False until members have been measured at two sizes. `cap` is what fits into the memory of
+        all members together. A change costs `cost_s` of the `left_s` seconds that are left.
         """
         state = self._state
-        state.progress += progress(self.law, self.size_at(step), self.base, state.scale or 0.0)
+        state.progress += progress(self.scaling, self.size_at(step), self.base, state.scale or 0.0)
         if self._pending is not None and step + 1 >= self._pending.step:
             state.size, self._pending = self._pending.size, None
-        known = noise.scale
-        # Without a signal the noise is at least its floor, and hardly less than when it was last known.
-        state.scale = known if known is not None else _larger(state.scale, noise.floor)
-        if self._pending is not None or state.scale is None or step - state.looked < self._every:
+        scale = noise.scale
+        # Without a clear signal the noise scale is at least its floor, and hardly below its last known value.
+        state.scale = scale if scale is not None else _larger(state.scale, noise.floor)
+        if self._pending is not None or state.scale is None or step - state.last_look < self._every:
             return None
-        state.looked = step
+        state.last_look = step
         if not costs_known:
             return self._probe(step)
         low, high = self.bounds
@@ -114,48 +120,50 @@ class AutoBatch:
             cost_s=cost_s,
             left_s=left_s,
         )
-        return self._weigh(step, choice, known is None)
+        return self._confirm(step, choice, scale_known=scale is not None)
 
-    def _weigh(self, step: int, choice: BatchChoice, unsure: bool) -> BatchChange | None:
-        """Act on a choice that has been the same long enough."""
+    def _confirm(self, step: int, choice: BatchChoice, *, scale_known: bool) -> BatchChange | None:
+        """Decide on a choice once enough looks in a row wanted the same direction."""
         state = self._state
-        way = (choice.size > state.size) - (choice.size < state.size)
-        if choice.gain and unsure and way < 0:
-            way = 0
-        state.streak = 0 if not way else way + (state.streak if state.streak * way > 0 else 0)
-        if not way or (choice.gain and abs(state.streak) < self._patience):
+        direction = (choice.size > state.size) - (choice.size < state.size)
+        if choice.gain and not scale_known and direction < 0:
+            direction = 0
+        state.streak = 0 if not direction else direction + (state.streak if state.streak * direction > 0 else 0)
+        if not direction or (choice.gain and abs(state.streak) < self._confirmations):
             return None
         return self._decide(step, choice.size, choice.reason)
 
     def _probe(self, step: int) -> BatchChange | None:
-        """Try another size, once or twice, to learn what a step costs and what a sample."""
+        """Try another size, once or twice, to tell the cost of a step from that of a sample."""
         state = self._state
-        if state.probes >= self._probes:
+        if state.probes >= self._max_probes:
             return None
         low, high = self.bounds
         up = min(high, 2 * state.size // self._multiple * self._multiple)
         down = max(low, -(-state.size // 2 // self._multiple) * self._multiple)
-        wanted, other = (up, down) if (state.scale or 0.0) >= state.size else (down, up)
-        size = wanted if wanted != state.size else other
+        preferred, other = (up, down) if (state.scale or 0.0) >= state.size else (down, up)
+        size = preferred if preferred != state.size else other
         if size == state.size:
             return None
         state.probes += 1
-        return self._decide(step, size, f"{size} instead of {state.size} samples show what a step costs by itself")
+        return self._decide(step, size, f"{size} instead of {state.size} samples, to measure the fixed cost of a step")
 
     def _decide(self, step: int, size: int, reason: str) -> BatchChange:
         self._pending = BatchChange(step + 1 + self._ahead, size, reason)
-        self._state.looked = self._pending.step
+        self._state.last_look = self._pending.step
         return self._pending
 
     def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a snapshot."""
         return asdict(self._state) | {"pending": asdict(self._pending) if self._pending is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         values = dict(state)
         pending = values.pop("pending")
         self._state = _AutoBatchState(**values)
         self._pending = BatchChange(**pending) if pending is not None else None
 
 
-def _larger(one: float | None, other: float | None) -> float | None:
-    return other if one is None else one if other is None else max(one, other)
+def _larger(a: float | None, b: float | None) -> float | None:
+    return b if a is None else a if b is None else max(a, b)

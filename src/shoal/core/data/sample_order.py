@@ -1,4 +1,28 @@
-"""Which samples make up global batch k: a random-access permutation, so nobody ever stores or sends an index."""
+"""Sample order: which samples make up global batch k, by a random-access permutation.
+
+*The problem.* Members join, leave and change their shares at any step, yet every epoch must contain each sample exactly
+once, and the result must not depend on the members. So the order of samples is a pure function: batch k of an epoch
+consists of positions k·B … (k+1)·B of a permutation of the dataset that depends only on (seed, epoch). A member that
+knows its slice of batch k computes the ids of its samples by itself; no index is stored, shuffled in memory or sent,
+and a step that is repeated after a failure reads the same samples.
+
+*Random access.* `permute` maps positions to sample ids in O(1) each, for datasets of any size: a Feistel network over
+a domain of rows x columns slightly larger than the dataset, with round keys hashed from (seed, epoch). It is a
+bijection of the domain; values outside of the dataset are mapped again until they fall inside (cycle walking), which
+keeps it a bijection of the dataset and is rarely needed. Datasets of up to 4096 samples are sorted by a keyed hash
+instead, because a Feistel network mixes poorly over few values. Only integer arithmetic is used: every machine computes
+the same order.
+
+*Cursor.* The position of a run in its data is (epoch, index of the batch): two numbers, independent of the world. It is
+part of every snapshot and checkpoint.
+
+*Changing sizes.* The global batch may change while training (see `core/batch`). `size_changes` lists pairs (step,
+size), in order: from that step on batches have that size, and continue from the sample reached, so an epoch is still
+complete. Steps between two changes form a segment of equal sizes, in which any step is located by division.
+
+*The last batch* of an epoch is short if the size does not divide the dataset; `last` says whether it is kept or
+dropped. With `drop`, the permutation decides which samples an epoch leaves out: others each time.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +43,13 @@ from shoal.errors import BadSize, DatasetTooSmall, EmptyDataset
 Last = Literal["keep", "drop"]
 
 ROUNDS = 8
-# A Feistel network mixes poorly over very few values; a sorted table of hashes is exact there and costs 32 KiB.
+# Up to this many samples, a sorted table of hashes is used; it costs at most 32 KiB.
 TABLE_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A data position: the epoch, and the batch within it. It does not depend on the world."""
+    """Position in the data, independent of the world: the epoch, and the batch within it."""
 
     epoch: int
     index: int
@@ -33,7 +57,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class BatchPosition:
-    """Where a global batch lies: `size` samples from position `first` of an epoch; it is the epoch's batch `index`."""
+    """Position of a global batch: `size` samples from position `first` of an epoch, whose batch `index` it is."""
 
     epoch: int
     index: int
@@ -43,37 +67,37 @@ class BatchPosition:
 
 @dataclass(frozen=True, slots=True)
 class _EqualSizeSteps:
-    """The steps from `step` on, of one size, which begin at `place`; `head` of them still belong to its epoch."""
+    """Segment of steps of one size, from `step` on, beginning at `start`; `head` of them belong to its epoch."""
 
     step: int
-    place: BatchPosition
+    start: BatchPosition
     head: int
     per_epoch: int
 
     def locate(self, step: int, samples: int) -> BatchPosition:
-        place, on = self.place, step - self.step
-        if on < self.head:
-            first = place.first + on * place.size
-            return BatchPosition(place.epoch, place.index + on, first, min(place.size, samples - first))
-        epochs, index = divmod(on - self.head, self.per_epoch)
-        first = index * place.size
-        return BatchPosition(place.epoch + 1 + epochs, index, first, min(place.size, samples - first))
+        """Return the position of a step of the segment."""
+        start, offset = self.start, step - self.step
+        if offset < self.head:
+            first = start.first + offset * start.size
+            return BatchPosition(start.epoch, start.index + offset, first, min(start.size, samples - first))
+        epochs, index = divmod(offset - self.head, self.per_epoch)
+        first = index * start.size
+        return BatchPosition(start.epoch + 1 + epochs, index, first, min(start.size, samples - first))
 
     def end(self, epochs: int) -> int:
-        """The first step after the last epoch, if the size does not change again."""
-        return self.step + self.head + self.per_epoch * (epochs - self.place.epoch - 1)
+        """Return the first step after the last epoch, if the size does not change again."""
+        return self.step + self.head + self.per_epoch * (epochs - self.start.epoch - 1)
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which `epochs` passes over `samples` samples are cut into global batches of `size`.
+    """Order of `epochs` passes over `samples` samples, divided into global batches of `size`.
 
-    `size_changes` are pairs (step, size): from that step on, batches have that size, and go on from the sample reached.
-    With a `limit` there are so many steps at most.
+    `size_changes` are pairs (step, size), see above. `limit` bounds the number of steps.
 
-    >>> Order(samples=10, size=4, shuffle=False).ids(2, 0, 2)
+    >>> SampleOrder(samples=10, size=4, shuffle=False).ids(2, 0, 2)
     array([8, 9])
-    >>> Order(samples=10, size=4, shuffle=False).change_size(1, 6).ids(1, 0, 6)
+    >>> SampleOrder(samples=10, size=4, shuffle=False).change_size(1, 6).ids(1, 0, 6)
     array([4, 5, 6, 7, 8, 9])
     """
 
@@ -92,20 +116,27 @@ class SampleOrder:
             if value is not None:
                 checked_int(name, value)
         if self.last not in ("keep", "drop"):
-            raise BadSize(f"last={self.last!r}", why="unknown policy", do='pass last="keep" or last="drop"')
+            raise BadSize(
+                f"invalid value for last: {self.last!r}",
+                why="expected keep or drop",
+                do='pass last="keep" or last="drop"',
+            )
         if self.samples < 1:
-            raise EmptyDataset("the dataset has no samples", do="check the path or the filter that it is read with")
+            raise EmptyDataset("the dataset has no samples", do="check the path or the filter that selects it")
         # Pairs that were read from JSON are lists.
         object.__setattr__(self, "size_changes", tuple((int(step), int(size)) for step, size in self.size_changes))
         for size in (self.size, *(size for _, size in self.size_changes)):
             self._check_size(size)
         steps = [step for step, _ in self.size_changes]
         if any(step < 0 for step in steps) or any(a >= b for a, b in pairwise(steps)):
-            raise ValueError(f"size changes at steps {steps} do not follow one another")
+            raise ValueError(f"size changes at steps {steps} are not in increasing order")
 
     def change_size(self, from_step: int, size: int) -> SampleOrder:
-        """The same order with global batches of `size` from that step on; a later step's decision must not be known."""
-        before = tuple(one for one in self.size_changes if one[0] < from_step)
+        """Return the order with global batches of `size` from a step on, replacing a change at that very step.
+
+        Raises ValueError if a change at a later step is known.
+        """
+        before = tuple(change for change in self.size_changes if change[0] < from_step)
         later = self.size_changes[len(before) :]
         if from_step < 0 or len(later) > 1 or any(step > from_step for step, _ in later):
             raise ValueError(f"step {from_step} is not after the size changes {list(self.size_changes)}")
@@ -115,32 +146,32 @@ class SampleOrder:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """How many steps a whole epoch has at the first size."""
+        """Number of steps in an epoch at the first size."""
         return self._steps_in(self.samples, self.size)
 
     @cached_property
     def total_steps(self) -> int:
-        """How many steps there are if no further decision is made."""
-        end = self._stretches[-1].end(self.epochs)
+        """Number of steps if the size does not change again."""
+        end = self._segments[-1].end(self.epochs)
         return end if self.limit is None else min(end, self.limit)
 
     def cursor(self, step: int) -> Cursor:
-        """Where `step` is; the step after the last one is (epochs, 0)."""
+        """Return the cursor of a step; for the step after the last it is (epochs, 0)."""
         if not 0 <= step <= self.total_steps:
             raise ValueError(f"step {step} is not within 0…{self.total_steps}")
         if not self.size_changes:
             return Cursor(*divmod(step, self.steps_per_epoch))
-        place = self._locate(step)
-        return Cursor(place.epoch, place.index)
+        position = self._locate(step)
+        return Cursor(position.epoch, position.index)
 
     def position(self, step: int) -> BatchPosition:
-        """Where global batch `step` lies; with `ids_at` it is all that a reader needs, whatever is decided later."""
+        """Return the position of global batch `step`; later changes of the size do not affect it."""
         if not 0 <= step < self.total_steps:
             raise ValueError(f"step {step} is not within 0…{self.total_steps - 1}")
         return self._locate(step)
 
     def size_of(self, step: int) -> int:
-        """How many samples global batch `step` has: the size then, but for a kept short last batch."""
+        """Return the number of samples in global batch `step`; the last of an epoch may be short."""
         if not self.size_changes:
             return min(self.size, self.samples - self.cursor(step).index * self.size)
         if not 0 <= step <= self.total_steps:
@@ -148,46 +179,46 @@ class SampleOrder:
         return self._locate(step).size
 
     def nominal_size(self, step: int) -> int:
-        """The size that was decided for `step`, however many samples are left in its epoch."""
-        number = bisect_right(self.size_changes, step, key=itemgetter(0))
-        return self.size_changes[number - 1][1] if number else self.size
+        """Return the size in force at `step`, even if fewer samples are left in its epoch."""
+        count = bisect_right(self.size_changes, step, key=itemgetter(0))
+        return self.size_changes[count - 1][1] if count else self.size
 
     def steps_within(self, samples: int) -> int:
-        """How many whole global batches are made of the first so many samples of the run."""
+        """Return how many whole global batches the first so many samples of the run make."""
         in_epoch = self.samples if self.last == "keep" else self.size * self.steps_per_epoch
         epochs, rest = divmod(samples, in_epoch)
         return min(self.total_steps, epochs * self.steps_per_epoch + rest // self.size)
 
     def ids(self, step: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Samples start…stop of global batch `step`, in O(stop - start)."""
+        """Return the ids of samples start…stop of global batch `step`, in O(stop - start)."""
         if step >= self.total_steps or not 0 <= start <= stop <= self.size_of(step):
             raise ValueError(f"samples {start}…{stop} are not within global batch {step}")
-        place = self._locate(step)
-        return self.ids_at(place.epoch, place.first + start, place.first + stop)
+        position = self._locate(step)
+        return self.ids_at(position.epoch, position.first + start, position.first + stop)
 
     def ids_at(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at positions start…stop of an epoch."""
+        """Return the ids of the samples at positions start…stop of an epoch."""
         positions = np.arange(start, stop, dtype=np.int64)
         return permute(positions, self.samples, self.seed, epoch) if self.shuffle else positions
 
     @cached_property
-    def _stretches(self) -> tuple[_EqualSizeSteps, ...]:
-        found = [self._stretch(0, BatchPosition(0, 0, 0, self.size))]
+    def _segments(self) -> tuple[_EqualSizeSteps, ...]:
+        segments = [self._segment(0, BatchPosition(0, 0, 0, self.size))]
         for step, size in self.size_changes:
-            # What is decided for a time after the end never happens.
-            if step >= found[-1].end(self.epochs):
+            # A change after the end has no effect.
+            if step >= segments[-1].end(self.epochs):
                 break
-            found.append(self._stretch(step, replace(found[-1].locate(step, self.samples), size=size)))
-        return tuple(found)
+            segments.append(self._segment(step, replace(segments[-1].locate(step, self.samples), size=size)))
+        return tuple(segments)
 
-    def _stretch(self, step: int, place: BatchPosition) -> _EqualSizeSteps:
-        head = self._steps_in(self.samples - place.first, place.size)
-        return _EqualSizeSteps(step, place, head, self._steps_in(self.samples, place.size))
+    def _segment(self, step: int, start: BatchPosition) -> _EqualSizeSteps:
+        head = self._steps_in(self.samples - start.first, start.size)
+        return _EqualSizeSteps(step, start, head, self._steps_in(self.samples, start.size))
 
     def _locate(self, step: int) -> BatchPosition:
-        stretches = self._stretches
-        number = bisect_right(stretches, step, key=attrgetter("step")) if len(stretches) > 1 else 1
-        return stretches[number - 1].locate(step, self.samples)
+        segments = self._segments
+        number = bisect_right(segments, step, key=attrgetter("step")) if len(segments) > 1 else 1
+        return segments[number - 1].locate(step, self.samples)
 
     def _steps_in(self, samples: int, size: int) -> int:
         full, rest = divmod(samples, size)
@@ -198,17 +229,17 @@ class SampleOrder:
         if self.samples < size:
             raise DatasetTooSmall(
                 f"the dataset has {self.samples} samples, the global batch is {size}",
-                why="not one whole step can be made of it",
+                why="it is too small for a single step",
                 do=f"pass size={self.samples} or less",
             )
 
 
 def permute(positions: NDArray[np.int64], samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples at these positions of the permutation of 0…samples-1 that belongs to (seed, epoch)."""
+    """Return the ids at these positions of the permutation of 0…samples-1 that belongs to (seed, epoch)."""
     if samples <= TABLE_LIMIT:
         return _table(samples, seed, epoch)[positions]
     keys = _keys(seed, epoch)
-    # A domain of rows by columns hardly larger than `samples`: walking out of it is rare, and ends at once.
+    # A domain of rows x columns hardly larger than `samples`: few values fall outside.
     rows = _root(samples)
     columns = -(-samples // rows)
     values = _mix(positions.astype(np.uint64), rows, columns, keys)
@@ -220,7 +251,7 @@ def permute(positions: NDArray[np.int64], samples: int, seed: int, epoch: int) -
 
 
 def _root(value: int) -> int:
-    """The smallest integer whose square is not below `value`, without floating point."""
+    """Return the smallest integer whose square is at least `value`, without floating point."""
     low, high = 1, 1 << (value.bit_length() // 2 + 1)
     while low < high:
         middle = (low + high) // 2
@@ -244,7 +275,7 @@ def _table(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """The finaliser of MurmurHash3, keyed."""
+    """Return a keyed hash: the finaliser of MurmurHash3."""
     mixed = (values + key) * np.uint64(0xFF51AFD7ED558CCD)
     mixed ^= mixed >> np.uint64(33)
     mixed *= np.uint64(0xC4CEB9FE1A85EC53)
@@ -253,7 +284,7 @@ def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
 
 
 def _mix(values: NDArray[np.uint64], rows: int, columns: int, keys: tuple[np.uint64, ...]) -> NDArray[np.uint64]:
-    """A Feistel network with modular addition: a bijection of 0…rows·columns-1 onto itself."""
+    """Apply a Feistel network with modular addition, a bijection of 0…rows·columns-1 onto itself."""
     sides = np.uint64(rows), np.uint64(columns)
     halves = list(np.divmod(values, sides[1]))
     for number, key in enumerate(keys):

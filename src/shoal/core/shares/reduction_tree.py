@@ -2,7 +2,8 @@
 
 Floating-point addition is not associative: the sum of a batch's gradients depends on the order of additions, hence on
 which member computed what. In exact mode the batch is divided into a fixed number of shards, and their gradients are
-added along one fixed binary tree, whoever holds them. A node (start, stop) is the sum of the shards from start to stop.
+added along one fixed binary tree, whichever member holds them. A node (start, stop) is the sum of the shards from start
+to stop.
 With more than one shard it is the sum of two nodes, of which the left has the largest power of two of shards that
 leaves the right at least one. A member with consecutive shards adds what the tree permits and passes on the largest
 nodes that it has; as soon as two halves of a node meet, they are added. Addition is commutative, so only the tree

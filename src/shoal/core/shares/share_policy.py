@@ -66,10 +66,10 @@ def initial_shares(
     tolerance = max(settings.threshold, noise)
     shares = split.prefer_even(size, costs, lows, highs, tolerance)
     # Measurements of another world are too weak a reason to park a member for a small gain.
-    ones = _at_least_one(lows, highs)
-    if all(share >= one for share, one in zip(shares, ones, strict=True)) or sum(ones) >= size:
+    unparked_lows = _at_least_one(lows, highs)
+    if all(share >= low for share, low in zip(shares, unparked_lows, strict=True)) or sum(unparked_lows) >= size:
         return shares
-    without_parking = split.prefer_even(size, costs, ones, highs, tolerance)
+    without_parking = split.prefer_even(size, costs, unparked_lows, highs, tolerance)
     return _cheaper_by(max(MIN_PARKING_GAIN, 2 * noise), costs, shares, without_parking)
 
 

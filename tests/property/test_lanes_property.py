@@ -1,4 +1,4 @@
-"""A stream gives every sample exactly once, however the world changes."""
+"""A stream yields every sample exactly once while the world changes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_each_epoch_has_every_sample_exactly_once(stream: tuple[list[Any], list[
 
 @given(streams(), st.data())
 @settings(max_examples=80)
-def test_no_world_change_or_resume_changes_a_step(
+def test_world_changes_and_resumes_change_no_step(
     stream: tuple[list[Any], list[int], LaneLayout], data: st.DataObject
 ) -> None:
     shards, _, layout = stream
@@ -110,7 +110,7 @@ def test_no_world_change_or_resume_changes_a_step(
 
 
 def changed(members: list[LaneReader], shards: list[Any], layout: LaneLayout, data: st.DataObject) -> list[LaneReader]:
-    """Some members are lost, some join, with or without what the others know of the lengths."""
+    """Remove some members and add others, with or without the lengths that the rest know."""
     kept = [reader for reader in members if data.draw(st.integers(0, 4))]
     joined = [lane_reader(shards, layout, collate=list) for _ in range(data.draw(st.integers(0 if kept else 1, 1)))]
     for reader in joined:

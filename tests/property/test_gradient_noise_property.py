@@ -13,7 +13,7 @@ VALUES = st.floats(1e-3, 1e6)
 
 
 @given(SHARES, st.fractions(0, 10**6), st.fractions(0, 10**6))
-def test_any_split_gives_the_true_noise_in_expectation_exactly(
+def test_every_split_gives_the_true_noise_in_expectation(
     shares: list[int], variance: Fraction, signal: Fraction
 ) -> None:
     """The estimator is linear in the squares, so their expectations must give the truth, here in exact arithmetic.

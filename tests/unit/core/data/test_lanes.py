@@ -15,7 +15,7 @@ from shoal.worker.data.stream_reader import LaneReader
 
 
 class Opened:
-    """Shards that remember what was opened and read."""
+    """Shards that record what was opened and read."""
 
     def __init__(self, *lengths: int) -> None:
         self.log: list[str] = []
@@ -35,7 +35,7 @@ class Opened:
         return lane_reader(self.shards, self.layout, collate=list)
 
 
-def test_lanes_are_as_many_as_are_useful() -> None:
+def test_number_of_lanes_is_as_large_as_useful() -> None:
     assert LaneLayout.of(1000, 512).lanes == 64
     assert LaneLayout.of(3, 512).quotas == (171, 171, 170)
     assert LaneLayout.of(1000, 8).lanes == 8
@@ -46,26 +46,26 @@ def test_lanes_follow_the_shares() -> None:
     assert [layout.lanes_of((384, 128, 0), rank) for rank in range(3)] == [(0, 48), (48, 64), (64, 64)]
 
 
-def test_shards_are_shuffled_anew_every_epoch_but_each_is_in_one_place() -> None:
+def test_shards_are_shuffled_every_epoch_and_occur_once() -> None:
     layout = LaneLayout.of(20, 4, epochs=2, seed=1, shuffle=True)
     epochs = [[shard for lane in range(4) for shard in layout.shards_of(lane, epoch)] for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20))
     assert epochs[0] != epochs[1]
 
 
-def test_the_epoch_ends_when_nobody_has_more() -> None:
+def test_epoch_ends_when_no_lane_has_more() -> None:
     assert advance(Cursor(0, 4), more=True) == Cursor(0, 5)
     assert advance(Cursor(0, 4), more=False) == Cursor(1, 0)
 
 
-def test_the_last_step_says_that_there_is_no_more() -> None:
+def test_last_step_reports_that_there_is_no_more() -> None:
     reader = Opened(3, 0, 1).reader()
     assert reader.take(0, 0, (0, 1)) == (["0.0", "0.1"], 2, True)
     assert reader.take(1, 0, (0, 1)) == (["0.2", "2.0"], 2, False)
     assert reader.take(2, 0, (0, 1)) == (None, 0, False)
 
 
-def test_a_step_that_did_not_commit_is_taken_again_without_reading() -> None:
+def test_repeated_step_needs_no_reading() -> None:
     data = Opened(9)
     reader = data.reader()
     first = [reader.take(step, 0, (0, 1)) for step in (0, 1)]
@@ -73,7 +73,7 @@ def test_a_step_that_did_not_commit_is_taken_again_without_reading() -> None:
     assert data.log == ["open 0"]
 
 
-def test_shards_of_known_length_are_not_even_opened() -> None:
+def test_shards_of_known_length_are_not_opened() -> None:
     data = Opened(3, 4, 5)
     veteran = data.reader()
     for step in range(4):
@@ -85,7 +85,7 @@ def test_shards_of_known_length_are_not_even_opened() -> None:
     assert data.log == ["open 2"]
 
 
-def test_a_reader_that_fell_behind_jumps_over_known_shards() -> None:
+def test_reader_that_fell_behind_skips_known_shards() -> None:
     data = Opened(3, 4, 5)
     reader = data.reader()
     reader.take(0, 0, (0, 1))
@@ -112,7 +112,7 @@ def test_sequences_are_entered_without_reading() -> None:
     assert min(shard.read) >= 58
 
 
-def test_memory_is_bounded_while_a_lane_is_sought() -> None:
+def test_memory_is_bounded_while_skipping() -> None:
     alive: set[int] = set()
     most = 0
 
@@ -130,7 +130,7 @@ def test_memory_is_bounded_while_a_lane_is_sought() -> None:
     assert most <= 4 * 2 + 2
 
 
-def test_random_numbers_of_a_shard_do_not_depend_on_who_reads_it() -> None:
+def test_random_numbers_of_a_shard_do_not_depend_on_its_reader() -> None:
     def shard() -> Iterator[float]:
         while True:
             yield random.random()
@@ -144,7 +144,7 @@ def test_random_numbers_of_a_shard_do_not_depend_on_who_reads_it() -> None:
     assert random.getstate() == before
 
 
-def test_a_ghost_gets_a_sample_whether_it_has_seen_one_or_not() -> None:
+def test_rank_that_is_catching_up_gets_a_sample() -> None:
     data = Opened(0, 3)
     seen, unseen = data.reader(), data.reader()
     seen.take(1, 0, (0, 1))
@@ -154,7 +154,7 @@ def test_a_ghost_gets_a_sample_whether_it_has_seen_one_or_not() -> None:
         Opened(0, 0).reader().placeholder_batch()
 
 
-def test_paths_are_opened_by_the_function_given(tmp_path: Path) -> None:
+def test_paths_are_opened_by_the_given_function(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.write_text(f"{path.name}1\n{path.name}2\n")
@@ -164,12 +164,12 @@ def test_paths_are_opened_by_the_function_given(tmp_path: Path) -> None:
         lane_reader([str(path) for path in paths], LaneLayout.of(2, 2))
 
 
-def test_an_iterator_that_can_be_read_only_once_is_refused() -> None:
+def test_iterator_that_can_be_read_only_once_is_refused() -> None:
     with pytest.raises(UnusableShard, match="only once"):
         lane_reader([iter([1])], LaneLayout.of(1, 1))
 
 
-def test_an_error_in_a_shard_names_the_sample() -> None:
+def test_error_in_a_shard_names_the_sample() -> None:
     def shard() -> Iterator[int]:
         yield 1
         raise OSError("disk gone")
@@ -178,7 +178,7 @@ def test_an_error_in_a_shard_names_the_sample() -> None:
         lane_reader([shard], LaneLayout.of(1, 2)).take(0, 0, (0, 1))
 
 
-def test_a_shard_that_failed_once_loses_no_sample_when_it_is_tried_again() -> None:
+def test_retried_shard_loses_no_sample() -> None:
     trouble = ["network down"]
 
     def shard() -> Iterator[int]:
@@ -195,7 +195,7 @@ def test_a_shard_that_failed_once_loses_no_sample_when_it_is_tried_again() -> No
     assert reader.take(2, 0, (0, 1)) == ([4], 1, False)
 
 
-def test_a_sequence_that_failed_once_is_entered_again_at_the_same_place() -> None:
+def test_retried_sequence_continues_at_the_same_place() -> None:
     class Flaky(list[int]):
         trouble: ClassVar[list[str]] = ["network down"]
 
@@ -211,7 +211,7 @@ def test_a_sequence_that_failed_once_is_entered_again_at_the_same_place() -> Non
 
 
 @pytest.mark.parametrize("known", [2, 4])
-def test_a_shard_that_changed_its_length_is_found_out(known: int) -> None:
+def test_changed_length_of_a_shard_is_detected(known: int) -> None:
     reader = Opened(3).reader()
     reader.load_state_dict({"shards": [0], "lengths": [known]})
     with pytest.raises(ShardChanged, match=f"it had {known}"):

@@ -25,7 +25,7 @@ def settings(draw: st.DrawFn) -> tuple[int, tuple[int, int], int]:
 
 
 @given(settings(), STEPS, st.floats(0, 1), st.floats(1e-6, 1))
-def test_members_that_see_the_same_decide_the_same_and_stay_within_the_bounds(
+def test_equal_figures_give_equal_decisions_within_the_bounds(
     given_settings: tuple[int, tuple[int, int], int],
     steps: list[tuple[float, float, float, bool, int | None]],
     fixed_s: float,
@@ -57,7 +57,7 @@ def test_members_that_see_the_same_decide_the_same_and_stay_within_the_bounds(
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 64))
-def test_candidates_lie_within_the_bounds_and_never_leave_a_wide_gap(low: int, more: int, multiple: int) -> None:
+def test_candidates_lie_within_the_bounds_without_wide_gaps(low: int, more: int, multiple: int) -> None:
     low, high = low * multiple, (low + more) * multiple
     sizes = candidates((low, high), multiple)
     assert (sizes[0], sizes[-1]) == (low, high)
@@ -68,9 +68,9 @@ def test_candidates_lie_within_the_bounds_and_never_leave_a_wide_gap(low: int, m
 
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5), st.floats(0, 1e9))
-def test_a_larger_batch_never_counts_for_less_nor_for_more_than_its_samples(base: int, more: int, scale: float) -> None:
+def test_gain_of_a_larger_batch_is_between_one_and_its_factor(base: int, more: int, scale: float) -> None:
     size = base + more
-    for law in ("adascale", "sqrt", "off"):
-        for value in (lr_gain(law, size, base, scale), progress(law, size, base, scale)):
+    for scaling in ("adascale", "sqrt", "off"):
+        for value in (lr_gain(scaling, size, base, scale), progress(scaling, size, base, scale)):
             assert value * (1 + 1e-9) >= 1
             assert value <= size / base * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Rounds of local training: the samples of each, and how a share is cut into batches."""
+"""Rounds of local training: the samples of each, and the local batches of a share."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def in_order(order: SampleOrder) -> list[int]:
     last=st.sampled_from(["keep", "drop"]),
     seed=st.integers(0, 5),
 )
-def test_rounds_have_the_samples_of_steps_in_their_order(
-    samples: int, size: int, length: int, last: str, seed: int
-) -> None:
+def test_rounds_have_the_samples_of_steps_in_order(samples: int, size: int, length: int, last: str, seed: int) -> None:
     size = min(size, samples)
     steps = SampleOrder(samples, size, 2, seed, last)  # type: ignore[arg-type]
     rounds = RoundOrder.of(samples, size, length, 2, seed, last)  # type: ignore[arg-type]
@@ -45,7 +43,7 @@ def test_rounds_have_the_samples_of_steps_in_their_order(
     every=st.integers(1, 50),
     last=st.sampled_from(["keep", "drop"]),
 )
-def test_rounds_can_be_made_to_end_after_every_so_many_batches(
+def test_rounds_end_after_every_given_number_of_batches(
     samples: int, size: int, length: int, every: int, last: str
 ) -> None:
     size = min(size, samples)
@@ -61,19 +59,19 @@ def test_rounds_can_be_made_to_end_after_every_so_many_batches(
     assert len(batches) == sum(-(-(b - a) // length) for a, b in pairwise(edges))
 
 
-def test_a_round_ends_with_its_epoch_and_is_no_longer_than_one() -> None:
+def test_round_ends_with_its_epoch() -> None:
     rounds = RoundOrder.of(100, 10, 4, epochs=2)
     assert [rounds.size_of(step) for step in range(rounds.total_steps)] == [40, 40, 20] * 2
     assert RoundOrder.of(100, 10, 10**6, epochs=3).total_steps == 3
 
 
-def test_a_global_batch_larger_than_the_dataset_is_refused_as_ever() -> None:
+def test_global_batch_larger_than_the_dataset_is_refused() -> None:
     with pytest.raises(DatasetTooSmall):
         RoundOrder.of(10, 11, 2)
 
 
 @given(share=st.integers(0, 5000), batch=st.integers(1, 600), members=st.integers(1, 9))
-def test_a_share_is_cut_into_nearly_equal_batches_of_about_a_members_part(share: int, batch: int, members: int) -> None:
+def test_share_is_divided_into_nearly_equal_batches(share: int, batch: int, members: int) -> None:
     sizes = local_batches(share, batch, members)
     assert sum(sizes) == share
     assert all(sizes)
@@ -85,24 +83,24 @@ def test_a_share_is_cut_into_nearly_equal_batches_of_about_a_members_part(share:
             assert min(sizes) >= usual * 2 // 3
 
 
-def test_equal_shares_of_one_batch_are_one_step_even_if_they_are_not_quite_equal() -> None:
+def test_nearly_equal_shares_of_one_batch_are_one_local_batch() -> None:
     assert [local_batches(share, 64, 3) for share in (22, 21, 21)] == [(22,), (21,), (21,)]
 
 
 @pytest.mark.parametrize(("text", "length"), [("step", 0), ("local:1", 1), ("local:500", 500)])
-def test_the_length_of_a_round_is_read_from_the_setting(text: str, length: int) -> None:
+def test_length_of_a_round_is_parsed_from_the_setting(text: str, length: int) -> None:
     found = parse(text)
     assert (found.local, found.served) == (length, False)
 
 
 @pytest.mark.parametrize("text", ["", "local", "local:", "local:0", "local:-1", "local:1.5", "local:x", "Local:2"])
-def test_what_is_no_mode_is_refused_with_the_modes_that_there_are(text: str) -> None:
+def test_unknown_sync_mode_is_refused_with_the_valid_ones(text: str) -> None:
     with pytest.raises(BadSync, match="unknown sync mode") as refused:
         parse_settings({"sync": text})
     assert "local:H" in str(refused.value)
 
 
 @pytest.mark.parametrize("values", [{"outer.lr": 0}, {"outer.momentum": 1}, {"outer.momentum": -0.1}])
-def test_an_outer_step_that_cannot_be_is_refused(values: dict[str, float]) -> None:
+def test_invalid_outer_settings_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(BadSettings, match="outer"):
         parse_settings(values)

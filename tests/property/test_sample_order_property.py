@@ -33,7 +33,7 @@ def batches(order: SampleOrder) -> list[list[int]]:
 
 
 @given(changed_orders())
-def test_every_sample_comes_once_an_epoch_however_often_the_batch_changes(order: SampleOrder) -> None:
+def test_every_sample_comes_once_per_epoch_despite_size_changes(order: SampleOrder) -> None:
     seen: dict[int, list[int]] = {}
     for step, batch in enumerate(batches(order)):
         seen.setdefault(order.cursor(step).epoch, []).extend(batch)
@@ -49,7 +49,7 @@ def test_every_sample_comes_once_an_epoch_however_often_the_batch_changes(order:
 
 
 @given(changed_orders())
-def test_every_batch_has_the_size_that_was_decided_unless_its_epoch_ends(order: SampleOrder) -> None:
+def test_every_batch_has_the_nominal_size_unless_its_epoch_ends(order: SampleOrder) -> None:
     decided = dict(order.size_changes)
     size = order.size
     for step in range(order.total_steps):
@@ -63,7 +63,7 @@ def test_every_batch_has_the_size_that_was_decided_unless_its_epoch_ends(order: 
 
 
 @given(changed_orders())
-def test_the_cursor_only_goes_forward_one_batch_or_to_the_next_epoch(order: SampleOrder) -> None:
+def test_cursor_advances_by_one_batch_or_to_the_next_epoch(order: SampleOrder) -> None:
     cursors = [order.cursor(step) for step in range(order.total_steps + 1)]
     assert (cursors[0].epoch, cursors[0].index) == (0, 0) or order.total_steps == 0 or order.last == "drop"
     assert (cursors[-1].epoch, cursors[-1].index) == (order.epochs, 0)
@@ -73,14 +73,14 @@ def test_the_cursor_only_goes_forward_one_batch_or_to_the_next_epoch(order: Samp
 
 
 @given(changed_orders(), st.integers(0, 40), st.data())
-def test_a_decision_leaves_what_came_before_as_it_was(order: SampleOrder, further: int, data: st.DataObject) -> None:
+def test_change_does_not_affect_earlier_steps(order: SampleOrder, further: int, data: st.DataObject) -> None:
     step = max([0, *(step for step, _ in order.size_changes)]) + further
     after = order.change_size(step, data.draw(st.integers(1, order.samples)))
     assert batches(after)[:step] == batches(order)[:step]
 
 
 @given(changed_orders())
-def test_an_order_without_changes_is_cut_at_multiples_of_its_size(order: SampleOrder) -> None:
+def test_order_without_changes_is_divided_at_multiples_of_its_size(order: SampleOrder) -> None:
     fixed = SampleOrder(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle)
     for step in range(fixed.total_steps):
         epoch, index = divmod(step, fixed.steps_per_epoch)
@@ -91,7 +91,7 @@ def test_an_order_without_changes_is_cut_at_multiples_of_its_size(order: SampleO
 
 
 @given(changed_orders())
-def test_decisions_survive_json(order: SampleOrder) -> None:
+def test_size_changes_survive_json(order: SampleOrder) -> None:
     loaded = json.loads(json.dumps(order.size_changes))
     again = SampleOrder(order.samples, order.size, order.epochs, order.seed, order.last, order.shuffle, loaded)
     assert again == order

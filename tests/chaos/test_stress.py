@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.process.faults.stage import Stage, staged
+from tests.process.faults.checked_run import CheckedRun, checked_run
 
 from shoal.store import checkpoint
 from shoal.store.blob_store import open_store
@@ -24,13 +24,13 @@ LIMIT_S = 1200.0
 REST_S = 8.0
 
 
-def coordinator_born_at(run: Stage) -> float:
+def coordinator_born_at(run: CheckedRun) -> float:
     with contextlib.suppress(StopIteration):
         return time.monotonic() - (time.time() - run.service_process("coordinator").create_time())
     return time.monotonic()
 
 
-def hurt(run: Stage, dice: random.Random, doomed: set[int], stopped: list[tuple[float, int]]) -> bool:
+def hurt(run: CheckedRun, dice: random.Random, doomed: set[int], stopped: list[tuple[float, int]]) -> bool:
     """One fault, if the run can bear it: one member of the newest world is spared."""
     alive = {name: pid for name, pid in run.pids().items() if pid not in doomed}
     newest = max((c["world"] for c in run.commits()), default=0)
@@ -67,7 +67,7 @@ def test_two_hundred_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> No
     print("seed", seed)
     dice = random.Random(seed)
     settings = ("lease_s=2", "restarts.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2")
-    with staged(tmp_path, "1:4", settings, pause_s=0.01, epochs=100_000, samples=500) as run:
+    with checked_run(tmp_path, "1:4", settings, pause_s=0.01, epochs=100_000, samples=500) as run:
         run.until_size(4)
         done, doomed, stopped = 0, set(), []
         deadline = time.monotonic() + LIMIT_S
@@ -84,7 +84,7 @@ def test_two_hundred_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> No
         print(f"{done} faults, {run.step() + 1} steps, {len({c['world'] for c in run.commits()})} worlds")
 
 
-def check_all(run: Stage) -> None:
+def check_all(run: CheckedRun) -> None:
     """The checkpoint that the stop left holds the parameters of one undisturbed member after the same steps."""
     found = checkpoint.read(open_store(str(next(run.home.glob("coordinators/*/runs/*/checkpoints")))))
     steps = found.entry.step

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.engines.all_engines import AllEngines, all_engines, why_not
 from tests.engines.ssh_hosts import HUB
-from tests.process.faults.stage import SCRIPT, Stage
+from tests.process.faults.checked_run import SCRIPT, CheckedRun
 
 pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal-train[ray]'")
 pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(400)]
@@ -32,7 +32,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AllEngines]:
         yield found
 
 
-class Moving(Stage):
+class Moving(CheckedRun):
     """Run that may use machines of all clusters, in this order: Slurm, Ray, ssh hosts."""
 
     def __init__(self, path: Path, clusters: AllEngines, on: str = "slurm,rays,lab", **plan: Any) -> None:

@@ -34,7 +34,7 @@ def check_losses(run: TaskRun, steps: int) -> None:
         assert off < LOSS_BOUND, f"{one['member']} saw {one['loss']} for epoch {one['epoch']}, {off} off"
 
 
-def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
+def test_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
     task = TrainingTask(epochs=50, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", CALM, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
         run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", timeout_s=180)

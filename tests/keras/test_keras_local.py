@@ -232,7 +232,7 @@ def test_rounds_are_what_they_are_in_numpy(
     np.testing.assert_allclose(seen["history"]["loss"], per_epoch, rtol=1e-5)
 
 
-def test_rounds_of_one_batch_with_plain_averaging_are_steps() -> None:
+def test_rounds_of_one_batch_with_plain_averaging_equal_steps() -> None:
     # Shares of 8 and 4 are one batch each.
     stepped, local = (trained(2, sync, lambda: made(sgd), shares="fixed:2,1") for sync in ("step", "local:1"))
     for one, other in zip(stepped[0]["weights"], local[0]["weights"], strict=True):
@@ -240,7 +240,7 @@ def test_rounds_of_one_batch_with_plain_averaging_are_steps() -> None:
     np.testing.assert_allclose(stepped[0]["history"]["loss"], local[0]["history"]["loss"], rtol=1e-5)
 
 
-def test_one_member_alone_does_all_its_steps_one_after_the_other() -> None:
+def test_single_member_does_all_its_steps_in_sequence() -> None:
     def normed() -> Any:
         return made(adam, keras.layers.BatchNormalization(), keras.layers.Dropout(0.0))
 
@@ -276,7 +276,7 @@ def test_how_many_batches_a_member_has_is_learned_from_its_speed() -> None:
     assert members[0]["run"].share > members[1]["run"].share
 
 
-def test_a_ghost_takes_over_what_the_others_learned() -> None:
+def test_catching_up_member_receives_the_result_of_the_others() -> None:
     members = trained(
         3, "local:2", lambda: made(adam, keras.layers.BatchNormalization()), outer=(0.7, 0.5), catching_up=(2,)
     )
@@ -418,7 +418,7 @@ class Counting(keras.Sequential):
 
 
 @pytest.mark.parametrize("at", [2, 3, 6, 0])
-def test_a_round_that_did_not_commit_leaves_no_trace(at: int) -> None:
+def test_uncommitted_round_leaves_no_trace(at: int) -> None:
     # In the second or the last batch of the first round, or in the middle of a later one; 0: when all is summed.
     def make() -> Any:
         layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.25)
@@ -447,7 +447,7 @@ def test_a_round_that_did_not_commit_leaves_no_trace(at: int) -> None:
     assert all((a.value == b.value).all() for a, b in zip(one, other, strict=True))
 
 
-def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same_step() -> None:
+def test_batch_that_does_not_fit_into_memory_is_computed_in_micro_batches() -> None:
     def seat(session: FixedWorldSession, model: Any, _run: Any) -> None:
         def told(samples: int) -> None:
             last[session.rank] = samples

@@ -103,7 +103,7 @@ def check(run: TaskRun) -> None:
             assert abs(one["loss"] - losses[one["epoch"]]) < LOSS_BOUND, f"{one['member']} saw another loss: {one}"
 
 
-def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
+def test_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
     task = TrainingTask(epochs=100, momentum=0.0, decay=0.96875)
     with closing(TaskRun(tmp_path, FAULTY, "2:3", SETTINGS, task=task, environ={"POINTS": json.dumps(POINTS)})) as run:
         run.until(lambda: len(list(run.records.glob("*.died"))) == len(POINTS), "all deaths", timeout_s=180)

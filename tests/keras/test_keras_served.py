@@ -18,7 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
 from tests.keras.town import Placed, town  # noqa: E402
-from tests.process.servers.served import Served  # noqa: E402
+from tests.process.servers.served_run import ServedRun  # noqa: E402
 
 import shoal.keras as shoal  # noqa: E402
 from shoal.core.data.sample_order import SampleOrder  # noqa: E402
@@ -119,7 +119,7 @@ def check_same(mine: dict[str, Any], its: dict[str, Any]) -> None:
         np.testing.assert_allclose(mine["history"][name], values, rtol=1e-5)
 
 
-class KerasServed(Served):
+class KerasServed(ServedRun):
     """One run of train_served.py."""
 
     script = Path(__file__).with_name("train_served.py")

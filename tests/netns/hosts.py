@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.netns.network import Network
-from tests.process.faults.stage import Stage
+from tests.process.faults.checked_run import CheckedRun
 
 COORDINATOR = "c"
 
 
-class Hosts(Stage):
+class Hosts(CheckedRun):
     """One run; its members are h1/0, h2/0 and so on."""
 
     def __init__(self, network: Network, path: Path, count: int, *args: Any, **plan: Any) -> None:

@@ -66,7 +66,7 @@ def test_members_choose_a_larger_batch_where_the_noise_allows_it():
     assert told == found[0]["sizes"]
 
 
-def test_rates_and_schedules_follow_the_batch():
+def test_learning_rates_and_schedules_follow_the_batch_size():
     found = together(2, emulated(train, NOISY))[0]
     assert max(found["rates"]) > 0.001
     assert found["calls"] == int(found["progress"])
@@ -75,30 +75,30 @@ def test_rates_and_schedules_follow_the_batch():
     assert by_epoch["calls"] == 2
 
 
-def test_adam_follows_the_square_root():
+def test_learning_rate_of_adam_follows_the_square_root():
     found = together(2, emulated(lambda session: train(session, optimizer=torch.optim.Adam), NOISY))[0]
     first, size = found["sizes"][0]
     assert found["rates"][first] == pytest.approx(0.001 * (size / 16) ** 0.5)
 
 
-def test_alone_it_works_too():
+def test_single_member_chooses_a_larger_batch_too():
     (found,) = together(1, emulated(train, NOISY))
     assert found["sizes"]
     assert sorted(found["ids"]) == [(epoch, i) for epoch in range(2) for i in range(SAMPLES)]
 
 
-def test_with_workers_that_read_ahead_no_sample_is_lost():
+def test_worker_processes_that_read_ahead_lose_no_sample():
     (found,) = together(1, emulated(lambda session: train(session, workers=1), NOISY))
     assert found["sizes"]
     assert sorted(found["ids"]) == [(epoch, i) for epoch in range(2) for i in range(SAMPLES)]
 
 
 @pytest.mark.parametrize("text", ["many", "auto:9", "auto:0:9", "auto:20:10", "-3", "auto:a:b"])
-def test_a_batch_that_makes_no_sense_is_refused(text):
+def test_invalid_batch_is_refused(text):
     with pytest.raises(BadSize):
         resolve_batch(text, 16, 1000)
 
 
-def test_the_setting_may_name_a_number():
+def test_batch_setting_can_be_a_number():
     (found,) = together(1, lambda session: train(session, batch="40"))
     assert found["steps"] == 2 * SAMPLES // 40

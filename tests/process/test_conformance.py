@@ -12,5 +12,5 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_torch_keeps_the_promises(scenario: Scenario, tmp_path: Path) -> None:
+def test_torch_conforms(scenario: Scenario, tmp_path: Path) -> None:
     scenario(TORCH, tmp_path)

@@ -120,23 +120,23 @@ def check(count: int, shares: str = "equal", ghosts: tuple[int, ...] = (), **how
 
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
-def test_any_number_of_members_gives_the_same_bits(count: int, make: Any) -> None:
+def test_result_is_bitwise_equal_for_any_number_of_members(count: int, make: Any) -> None:
     check(count, make=make)
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(weights=st.lists(st.integers(0, 9), min_size=2, max_size=4).filter(any), shards=st.integers(1, SIZE))
-def test_any_split_gives_the_same_bits(weights: list[int], shards: int) -> None:
+def test_result_is_bitwise_equal_for_any_split(weights: list[int], shards: int) -> None:
     check(len(weights), shares="fixed:" + ",".join(map(str, weights)), exact=shards, make=adam, epochs=1)
 
 
-def test_without_exact_the_bits_differ() -> None:
+def test_result_differs_without_exact_mode() -> None:
     one = together(1, train(exact=None, build=normed))[0]
     two = together(3, train(exact=None, build=normed))[0]
     assert any(one[key].numpy().tobytes() != two[key].numpy().tobytes() for key in one)
 
 
-def test_more_members_than_shards_leave_some_without_any() -> None:
+def test_some_members_have_no_shard_if_there_are_more_members_than_shards() -> None:
     check(5, exact=2)
 
 
@@ -147,11 +147,11 @@ def test_batchnorm_normalises_each_shard_and_its_statistics_are_exact_too() -> N
     assert found["1.running_var"].min() > 0
 
 
-def test_weights_that_are_no_whole_numbers_are_summed_exactly() -> None:
+def test_fractional_weights_are_summed_exactly() -> None:
     check(3, shares="fixed:2,5,1", weigh=lambda x: float(x.abs().sum()) / 3)
 
 
-def test_a_shard_of_weight_zero_counts_for_nothing_wherever_it_is() -> None:
+def test_shard_of_weight_zero_does_not_count_anywhere() -> None:
     check(3, weigh=lambda x: 0.0 if x[0, 0] > 0 else 2.0)
     check(8, weigh=lambda x: 0.0 if x[0, 0] > 0 else 2.0)
 
@@ -167,7 +167,7 @@ class Choosing(torch.nn.Module):
         return self.left(x) if x[0, 0] > 0 else self.right(x)
 
 
-def test_parameters_that_only_some_shards_use_have_exact_gradients() -> None:
+def test_parameters_used_by_some_shards_only_have_exact_gradients() -> None:
     check(3, build=Choosing, make=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.5))
 
 
@@ -200,7 +200,7 @@ def test_gradients_of_16_bits_are_exact(dtype: torch.dtype) -> None:
     check(3, build=Low, shares="fixed:2,5,1")
 
 
-def test_learned_shares_change_no_bit() -> None:
+def test_learned_shares_keep_the_result_bitwise_equal() -> None:
     shares: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
 
     def work(run: Run) -> None:
@@ -211,7 +211,7 @@ def test_learned_shares_change_no_bit() -> None:
     assert any(len(seen) > 1 for seen in shares.values()), "the shares never changed"
 
 
-def test_a_newcomer_behind_its_shadow_changes_no_bit() -> None:
+def test_catching_up_member_keeps_the_result_bitwise_equal() -> None:
     shares: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
     def work(run: Run) -> None:
@@ -224,12 +224,12 @@ def test_a_newcomer_behind_its_shadow_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("how", [{"exact": -1}, {"exact": SIZE + 1}])
-def test_a_number_of_shards_that_cannot_be_is_refused(how: dict[str, Any]) -> None:
+def test_invalid_number_of_shards_is_refused(how: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedInExactMode):
         together(1, train(**how))
 
 
-def test_the_setting_asks_for_exact_mode_and_the_script_may_decline() -> None:
+def test_setting_enables_exact_mode_and_the_script_can_disable_it() -> None:
     def set_to(value: int, how: dict[str, Any]) -> Callable[[FixedWorldSession], dict[str, torch.Tensor]]:
         def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
             session.settings = RunSettings(exact=value)
@@ -242,7 +242,7 @@ def test_the_setting_asks_for_exact_mode_and_the_script_may_decline() -> None:
     same_bits(together(1, set_to(SHARDS, {"exact": 0}))[0], together(1, train(exact=None))[0])
 
 
-def test_what_cannot_be_exact_is_refused() -> None:
+def test_unsupported_features_of_exact_mode_are_refused() -> None:
     def batches(prepare: Callable[[Run, torch.nn.Module], object], **how: Any) -> Callable[[FixedWorldSession], None]:
         def body(session: FixedWorldSession) -> None:
             run, model = Run(session, "test", "unused"), normed()
@@ -260,7 +260,7 @@ def test_what_cannot_be_exact_is_refused() -> None:
 
 
 @given(weights=st.lists(st.floats(0, 1e6), max_size=30), seed=st.integers(0, 9))
-def test_weights_sum_to_the_same_in_any_order(weights: list[float], seed: int) -> None:
+def test_sum_of_weights_is_independent_of_their_order(weights: list[float], seed: int) -> None:
     exact = [exact_weight(weight) for weight in weights]
     shuffled = random.Random(seed).sample(exact, len(exact))
     assert sum(shuffled) == sum(exact)
@@ -268,11 +268,11 @@ def test_weights_sum_to_the_same_in_any_order(weights: list[float], seed: int) -
     assert exact_weight(12_345.0) == 12_345.0
 
 
-def test_reading_ahead_in_another_process_changes_no_bit() -> None:
+def test_reading_ahead_in_another_process_keeps_the_result_bitwise_equal() -> None:
     same_bits(together(1, train(workers=1))[0], together(2, train())[0])
 
 
-def test_a_step_that_is_done_again_gives_the_same_bits() -> None:
+def test_repeated_step_is_bitwise_equal() -> None:
     failed: list[int] = []
 
     def fail_once(run: Run) -> None:

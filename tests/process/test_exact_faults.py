@@ -83,27 +83,27 @@ def check(run: Any) -> None:
     assert all(mine[key].numpy().tobytes() == theirs[key].numpy().tobytes() for key in theirs)
 
 
-def stage_of(path: Path, members: str, settings: tuple[str, ...] = (), **plan: Any) -> Any:
-    from tests.process.faults import stage
+def exact_run(path: Path, members: str, settings: tuple[str, ...] = (), **plan: Any) -> Any:
+    from tests.process.faults import checked_run
 
-    class Exact(stage.Stage):
+    class ExactRun(checked_run.CheckedRun):
         script = Path(__file__)
 
-    return stage.contextlib.closing(Exact(path, members, settings, **plan))
+    return checked_run.contextlib.closing(ExactRun(path, members, settings, **plan))
 
 
-def test_kills_at_any_point_of_a_step_change_no_bit(tmp_path: Path) -> None:
+def test_kill_at_any_point_of_a_step_keeps_the_result_bitwise_equal(tmp_path: Path) -> None:
     points = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
     deaths = [{"member": f"local/{i % 4}", "step": 4 + 5 * i, "point": p} for i, p in enumerate(points[:4])]
     # Who comes late to the first world is not there in the step that it is to die in.
-    with stage_of(tmp_path, "2:4", ("regroup_s=60",), die=deaths, pause_s=0.03, epochs=5) as run:
+    with exact_run(tmp_path, "2:4", ("regroup_s=60",), die=deaths, pause_s=0.03, epochs=5) as run:
         run.finish()
         check(run)
         assert len([e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]) == 4
 
 
-def test_joins_leaves_and_uneven_shares_change_no_bit(tmp_path: Path) -> None:
-    with stage_of(tmp_path, "1:1", pause_s=0.04, epochs=16) as run:
+def test_joins_departures_and_uneven_shares_keep_the_result_bitwise_equal(tmp_path: Path) -> None:
+    with exact_run(tmp_path, "1:1", pause_s=0.04, epochs=16) as run:
         run.until_step(3)
         name = run.shoal("ps")[0]["run"]
         run.shoal("scale", name, "1:3")

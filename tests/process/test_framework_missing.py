@@ -32,11 +32,11 @@ def imported(module: str, gone: str) -> str:
 
 
 @pytest.mark.parametrize(("module", "gone"), [("torch", "torch"), ("keras", "keras")])
-def test_a_framework_that_is_not_installed_is_named_with_the_remedy(module: str, gone: str) -> None:
+def test_missing_framework_is_named_with_the_remedy(module: str, gone: str) -> None:
     told = imported(module, gone)
     assert f"error[S324] {gone} is not installed in this Python" in told
     assert f"pip install 'shoal-train[{module}]'" in told
 
 
-def test_another_module_that_is_missing_is_not_taken_for_a_framework() -> None:
+def test_other_missing_module_is_not_reported_as_a_framework() -> None:
     assert imported("torch", "msgspec").strip() == "No module named 'msgspec'"

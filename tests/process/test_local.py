@@ -131,7 +131,7 @@ def each_sample_once_an_epoch(members: list[Seen], epochs: int = 2) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_rounds_of_one_batch_with_plain_averaging_are_steps(count: int) -> None:
+def test_rounds_of_one_batch_with_plain_averaging_equal_steps(count: int) -> None:
     stepped = together(count, train("step", shares="equal"))[0]
     local = together(count, train("local:1", shares="equal"))
     assert len(stepped.rounds) == len(local[0].rounds)
@@ -144,19 +144,19 @@ def by_number(ids: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("weigh", [None, by_number])
-def test_members_count_by_their_samples_or_by_their_weights(weigh: Callable[[torch.Tensor], float] | None) -> None:
+def test_members_are_averaged_by_samples_or_weights(weigh: Callable[[torch.Tensor], float] | None) -> None:
     # Shares of 16 and 8 are one batch each.
     stepped, local = (together(2, train(sync, shares="fixed:2,1", weigh=weigh))[0] for sync in ("step", "local:1"))
     same(stepped.end, local.end, within=1e-13)
 
 
-def test_one_member_alone_does_all_its_steps_one_after_the_other() -> None:
+def test_single_member_does_all_its_steps_in_sequence() -> None:
     adam = lambda p: torch.optim.Adam(p, 0.01)  # noqa: E731
     same(together(1, train("step", adam))[0].end, together(1, train("local:4", adam))[0].end, within=1e-12)
 
 
 @pytest.mark.parametrize("outer", [(1.0, 0.0), (0.7, 0.9)])
-def test_all_members_have_the_same_bits_after_every_round(outer: tuple[float, float]) -> None:
+def test_all_members_are_bitwise_equal_after_every_round(outer: tuple[float, float]) -> None:
     adam = lambda p: torch.optim.Adam(p, 0.01)  # noqa: E731
     members = together(3, train("local:2", adam, outer=outer, batchnorm=True, shares="fixed:1,2,5"))
     assert len(members[0].rounds) == 4
@@ -178,14 +178,14 @@ def test_momentum_carries_over_from_round_to_round() -> None:
         assert torch.allclose(nesterov, 1.9 * plain_step, rtol=1e-9, atol=1e-12)
 
 
-def test_a_faster_member_does_more_steps_of_about_the_same_size() -> None:
+def test_faster_member_does_more_steps_of_about_the_same_size() -> None:
     members = together(2, train("local:4", shares="fixed:4,1"))
     assert members[0].sizes[0] == [13, 13, 13, 13, 13, 12]
     assert members[1].sizes[0] == [10, 9]
     each_sample_once_an_epoch(members)
 
 
-def test_how_many_is_learned_from_their_speeds() -> None:
+def test_number_of_local_steps_is_learned_from_member_speeds() -> None:
     text = machines(1, 0.25, sample_s=0.0015)
     members = together(2, emulated(train("local:2", epochs=12), text))
     assert [len(sizes) for sizes in (members[0].sizes[0], members[1].sizes[0])] == [2, 2]
@@ -194,13 +194,13 @@ def test_how_many_is_learned_from_their_speeds() -> None:
     each_sample_once_an_epoch(members, 12)
 
 
-def test_a_round_ends_with_its_epoch() -> None:
+def test_round_ends_with_its_epoch() -> None:
     members = together(2, train("local:3", shares="equal"))
     assert [sum(len(m.ids[r]) for m in members) for r in range(4)] == [72, 24, 72, 24]
     each_sample_once_an_epoch(members)
 
 
-def test_a_round_longer_than_an_epoch_is_an_epoch() -> None:
+def test_round_longer_than_an_epoch_is_cut_to_it() -> None:
     members = together(2, train("local:1000", epochs=2))
     assert len(members[0].rounds) == 2
     each_sample_once_an_epoch(members)
@@ -212,7 +212,7 @@ def test_micro_batches_make_the_same_local_steps() -> None:
     same(whole[0].end, cut[0].end, within=1e-12)
 
 
-def test_weights_other_than_samples_count_within_a_batch_and_between_members() -> None:
+def test_custom_weights_count_within_a_batch_and_between_members() -> None:
     by_samples = together(2, train("local:2", shares="fixed:2,1"))
     in_tokens = together(2, train("local:2", shares="fixed:2,1", micro=5, weigh=lambda ids: 3.0 * len(ids)))
     unequal = together(2, train("local:2", shares="fixed:2,1", micro=5, weigh=by_number))
@@ -220,14 +220,14 @@ def test_weights_other_than_samples_count_within_a_batch_and_between_members() -
     assert differ(by_samples[0].end, unequal[0].end)
 
 
-def test_workers_read_the_same_batches() -> None:
+def test_worker_processes_read_the_same_batches() -> None:
     alone = together(1, train("local:2", epochs=1))
     read = together(1, train("local:2", epochs=1, workers=1))
     assert alone[0].ids == read[0].ids
     same(alone[0].end, read[0].end, within=0.0)
 
 
-def test_a_ghost_takes_over_what_the_others_learned() -> None:
+def test_catching_up_member_receives_the_result_of_the_others() -> None:
     alone = together(2, train("local:2", shares="equal", outer=(0.7, 0.9)))
     assert len(alone[0].rounds) == 4
     members = together(3, train("local:2", outer=(0.7, 0.9)), catching_up=(2,))
@@ -237,7 +237,7 @@ def test_a_ghost_takes_over_what_the_others_learned() -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same_step(where: str) -> None:
+def test_batch_that_does_not_fit_into_memory_is_computed_in_micro_batches(where: str) -> None:
     def check(size: int) -> None:
         if size > 7:
             raise torch.OutOfMemoryError(f"{size} samples do not fit")
@@ -268,7 +268,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_computed_in_pieces_of_the_same
 # --- schedules
 
 
-def test_a_schedule_is_where_it_would_be_without_rounds_whoever_does_how_many_steps() -> None:
+def test_schedule_advances_as_without_rounds_for_any_split_of_steps() -> None:
     decay = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.9)  # noqa: E731
     stepped = together(2, train("step", schedule=decay))
     members = together(3, train("local:3", schedule=decay, shares="fixed:6,2,1"), catching_up=(2,))
@@ -277,20 +277,20 @@ def test_a_schedule_is_where_it_would_be_without_rounds_whoever_does_how_many_st
 
 
 @pytest.mark.parametrize("when", [lambda run: run.epoch_ended, lambda run: run.committed])
-def test_a_schedule_of_epochs_or_rounds_is_not_hurried(when: Callable[[Run], bool]) -> None:
+def test_schedule_per_epoch_or_round_advances_once(when: Callable[[Run], bool]) -> None:
     decay = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)  # noqa: E731
     members = together(2, train("local:4", schedule=decay, when=when, shares="fixed:4,1"))
     for seen in members:
         assert seen.rates == [0.025, 0.0125]
 
 
-def test_a_schedule_that_is_stepped_now_and_then_is_refused() -> None:
+def test_irregularly_stepped_schedule_is_refused() -> None:
     decay = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)  # noqa: E731
     with pytest.raises((UnsupportedWithLocalSgd, ExchangeBroken), match=r"stepped after some|UnsupportedWithLocalSgd"):
         together(2, train("local:4", schedule=decay, when=lambda run: run._trainer.current.index == 1))
 
 
-def test_a_scaler_scales_every_members_own_gradients() -> None:
+def test_scaler_scales_the_gradients_of_each_member() -> None:
     without, scaled = together(2, train("local:2")), together(2, train("local:2", scaler=True))
     same(without[0].end, scaled[0].end, within=1e-12)
     together(3, train("local:2", scaler=True), catching_up=(2,))
@@ -305,7 +305,7 @@ def a_run(session: FixedWorldSession) -> tuple[Run, torch.nn.Module, torch.optim
     return (run, *run.attach(model, plain(model.parameters())))
 
 
-def test_streams_shards_and_synchronised_batchnorm_are_refused() -> None:
+def test_streams_exact_mode_and_synchronised_batchnorm_are_refused() -> None:
     def body(session: FixedWorldSession) -> None:
         run, model, _ = a_run(session)
         for use in (
@@ -320,7 +320,7 @@ def test_streams_shards_and_synchronised_batchnorm_are_refused() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_a_batch_needs_one_optimizer_step(step: int) -> None:
+def test_batch_without_optimizer_step_is_refused(step: int) -> None:
     def body(session: FixedWorldSession) -> None:
         run, model, optimizer = a_run(session)
         for number, (_, x, y) in enumerate(run.batches(Numbered(), SIZE)):
@@ -355,7 +355,7 @@ class Breaking(FixedWorldSession):
 
 @pytest.mark.parametrize("sync", ["step", "local:2"])
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_a_round_that_did_not_commit_leaves_no_trace(at: int, sync: str) -> None:
+def test_uncommitted_round_leaves_no_trace(at: int, sync: str) -> None:
     def body(session: FixedWorldSession, breaks: bool) -> str:
         run, model = Run(session, "test", "unused"), mlp(batchnorm=True)
         optimizer = torch.optim.Adam(model.parameters(), 0.01)

@@ -58,7 +58,7 @@ def train(session, fits=10**9, where="forward", shares="equal"):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("fits", [11, 5, 1])
-def test_alone_it_halves_its_pieces_until_they_fit(where, fits):
+def test_single_member_halves_its_micro_batches_until_they_fit(where, fits):
     ((expected, _, _),) = together(1, train)
     ((found, micro, _),) = together(1, lambda session: train(session, fits, where))
     assert micro is not None
@@ -66,7 +66,7 @@ def test_alone_it_halves_its_pieces_until_they_fit(where, fits):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_others_only_wait_for_it():
+def test_other_members_only_wait_for_the_one_out_of_memory():
     expected = together(3, train)
     found = together(3, lambda session: train(session, fits=3))
     assert [micro for _, micro, _ in found] == [2, None, None]
@@ -76,12 +76,12 @@ def test_the_others_only_wait_for_it():
     assert [step for step, _ in found[1][2]] == list(range(2 * SAMPLES // BATCH))
 
 
-def test_one_sample_that_does_not_fit_is_the_users_error():
+def test_error_is_raised_if_a_single_sample_does_not_fit():
     with pytest.raises(torch.OutOfMemoryError):
         together(1, lambda session: train(session, fits=0))
 
 
-def test_a_guarded_model_can_be_copied_and_pickled():
+def test_guarded_model_can_be_copied_and_pickled():
     def body(session):
         run = Run(session, "copy", "")
         model = torch.nn.Linear(2, 2)
@@ -99,7 +99,7 @@ def test_a_guarded_model_can_be_copied_and_pickled():
     together(1, body)
 
 
-def test_other_errors_are_not_mistaken_for_a_lack_of_memory():
+def test_other_errors_are_not_taken_for_out_of_memory():
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60)

@@ -45,7 +45,7 @@ def truth():
 
 
 @pytest.mark.parametrize("shares", ["equal", "fixed:17,4,3"])
-def test_members_learn_the_same_unbiased_noise(shares):
+def test_members_estimate_the_same_unbiased_noise(shares):
     found = together(3, lambda session: train(session, shares))
     assert len(set(found)) == 1
     variance, signal = truth()
@@ -53,7 +53,7 @@ def test_members_learn_the_same_unbiased_noise(shares):
     assert found[0][1] == pytest.approx(signal, rel=0.2)
 
 
-def test_alone_the_halves_of_the_batch_play_the_members():
+def test_single_member_compares_the_halves_of_its_batch():
     (found,) = together(1, lambda session: train(session, micro=8))
     variance, signal = truth()
     assert found[0] == pytest.approx(variance, rel=0.2)

@@ -40,7 +40,7 @@ def member():
         process.stdout.close()
 
 
-def test_the_same_notice_from_two_sides_is_one(member):
+def test_second_sigterm_within_two_seconds_is_the_same_notice(member):
     member.send_signal(signal.SIGTERM)
     assert member.stdout.readline() == "leaves SIGTERM\n"
     member.send_signal(signal.SIGTERM)
@@ -48,7 +48,7 @@ def test_the_same_notice_from_two_sides_is_one(member):
         member.wait(0.5)
 
 
-def test_one_that_is_told_again_later_ends_at_once(member):
+def test_later_sigterm_ends_the_process_at_once(member):
     member.send_signal(signal.SIGTERM)
     assert member.stdout.readline() == "leaves SIGTERM\n"
     time.sleep(2.5)

@@ -93,25 +93,25 @@ def check(count: int, within: float = 1e-12, **how: Any) -> list[dict[str, torch
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_equal_shares_train_as_one_member_does(count: int) -> None:
+def test_equal_shares_train_like_one_member(count: int) -> None:
     check(count)
 
 
 @settings(max_examples=12)
 @given(weights=st.lists(st.integers(1, 40), min_size=2, max_size=4))
-def test_any_fixed_split_trains_as_one_member_does(weights: list[int]) -> None:
+def test_any_fixed_split_trains_like_one_member(weights: list[int]) -> None:
     check(len(weights), shares="fixed:" + ",".join(map(str, weights)), epochs=1)
 
 
-def test_more_members_than_samples_leave_some_with_an_empty_share() -> None:
+def test_some_shares_are_empty_if_there_are_more_members_than_samples() -> None:
     check(4, size=3, epochs=1)
 
 
-def test_a_short_last_batch_counts_by_its_true_size() -> None:
+def test_short_last_batch_counts_by_its_true_size() -> None:
     check(3, size=36)
 
 
-def test_weights_other_than_samples_are_honoured() -> None:
+def test_custom_weights_are_honoured() -> None:
     check(3, shares="fixed:1,2,5", tokens=True)
 
 
@@ -142,7 +142,7 @@ def test_parameter_groups_keep_their_own_settings() -> None:
     check(3, make=make)
 
 
-def test_frozen_parameters_stay_as_they_are() -> None:
+def test_frozen_parameters_do_not_change() -> None:
     def build() -> torch.nn.Module:
         model = mlp()
         model[0].weight.requires_grad_(False)
@@ -170,11 +170,11 @@ class Choosing(torch.nn.Module):
         return out
 
 
-def test_parameters_that_only_some_members_use_get_everybodys_gradient() -> None:
+def test_parameters_used_by_some_members_get_the_gradient_of_all() -> None:
     check(4, build=Choosing, size=6)
 
 
-def test_parameters_that_nobody_uses_have_no_gradient_and_do_not_decay() -> None:
+def test_unused_parameters_have_no_gradient_and_do_not_decay() -> None:
     found = check(2, build=Choosing, make=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.5))
     assert torch.equal(found[0]["never.weight"], Choosing().state_dict()["never.weight"])
 
@@ -211,7 +211,7 @@ def test_clipping_sees_the_gradient_of_the_whole_batch() -> None:
     same(together(3, body)[0], together(1, body)[0])
 
 
-def test_a_scheduler_steps_once_a_commit() -> None:
+def test_scheduler_steps_once_per_commit() -> None:
     def body(session: FixedWorldSession) -> list[float]:
         run = Run(session, "test", "unused")
         model = mlp()
@@ -229,7 +229,7 @@ def test_a_scheduler_steps_once_a_commit() -> None:
     assert together(2, body) == [[0.1 * 0.5**2]] * 2
 
 
-def test_a_scaler_skips_an_overflow_everywhere_and_the_step_still_counts() -> None:
+def test_scaler_skips_an_overflow_on_all_members_and_the_step_counts() -> None:
     def body(session: FixedWorldSession) -> tuple[float, int, dict[str, torch.Tensor]]:
         run = Run(session, "test", "unused")
         model = mlp().float()
@@ -283,13 +283,13 @@ def test_plain_batchnorm_normalises_each_share_and_keeps_one_average_of_statisti
     assert int(found[0]["1.num_batches_tracked"]) == 8
 
 
-def test_synchronised_batchnorm_trains_as_one_member_does() -> None:
+def test_synchronised_batchnorm_trains_like_one_member() -> None:
     prepare = lambda run, model: run.sync_batchnorm(model)  # noqa: E731
     check(3, build=normed, shares="fixed:1,2,5", prepare=prepare, within=1e-6)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.3])
-def test_a_newcomer_catches_up_behind_its_shadow_while_the_others_go_on(late_s: float) -> None:
+def test_newcomer_catches_up_while_the_others_continue(late_s: float) -> None:
     shares: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
     def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
@@ -331,7 +331,7 @@ def test_sparse_embedding_gradients_are_summed() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["no backward", "two backwards", "no step", "two steps", "closure"])
-def test_a_loop_that_is_not_one_step_a_batch_is_told_so(wrong: str) -> None:
+def test_loop_without_one_step_per_batch_is_refused(wrong: str) -> None:
     def body(session: FixedWorldSession) -> None:
         run = Run(session, "test", "unused")
         model = mlp()
@@ -349,7 +349,7 @@ def test_a_loop_that_is_not_one_step_a_batch_is_told_so(wrong: str) -> None:
         together(1, body)
 
 
-def test_unfreezing_in_the_middle_trains_as_one_member_does() -> None:
+def test_unfreezing_during_training_trains_like_one_member() -> None:
     def body(session: FixedWorldSession) -> dict[str, torch.Tensor]:
         run = Run(session, "test", "unused")
         model = mlp()
@@ -368,7 +368,7 @@ def test_unfreezing_in_the_middle_trains_as_one_member_does() -> None:
     same(together(2, body)[0], together(1, body)[0])
 
 
-def test_members_that_disagree_on_their_shares_are_told_before_anything_is_applied() -> None:
+def test_disagreement_on_shares_is_reported_before_anything_is_applied() -> None:
     def body(session: FixedWorldSession) -> None:
         run = Run(session, "test", "unused")
         model = mlp()
@@ -384,7 +384,7 @@ def test_members_that_disagree_on_their_shares_are_told_before_anything_is_appli
         together(2, body)
 
 
-def test_a_step_in_which_nothing_counts_leaves_the_statistics_alone() -> None:
+def test_step_of_weight_zero_leaves_the_running_statistics_alone() -> None:
     def body(session: FixedWorldSession) -> torch.Tensor:
         run = Run(session, "test", "unused")
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
@@ -402,7 +402,7 @@ def test_a_step_in_which_nothing_counts_leaves_the_statistics_alone() -> None:
         assert (found == 1).all()
 
 
-def test_with_batchnorm_nobody_has_a_single_sample() -> None:
+def test_no_share_is_a_single_sample_with_batchnorm() -> None:
     shares: dict[int, list[int]] = {0: [], 1: []}
 
     def body(session: FixedWorldSession) -> None:

@@ -131,7 +131,7 @@ class Choosing(nn.Module):
     [(clipped, mlp), (zeroed_by_the_model, mlp), (plain, Choosing)],
     ids=["clipped", "zeroed by the model", "parameters that only some pieces use"],
 )
-def test_pieces_make_the_step_that_the_whole_share_makes(
+def test_micro_batches_make_the_same_step_as_the_whole_share(
     loop: Callable[[int | None], Body], build: Callable[[], Any], count: int
 ) -> None:
     whole = members(1, loop(None), build)[0][0]
@@ -139,12 +139,12 @@ def test_pieces_make_the_step_that_the_whole_share_makes(
         assert apart(found, whole) <= 1e-12
 
 
-def test_in_local_training_too_pieces_make_the_step_that_the_batch_makes() -> None:
+def test_micro_batches_make_the_same_local_step_as_the_whole_batch() -> None:
     whole = members(2, clipped(None), sync="local:2")[0][0]
     assert apart(members(2, clipped(1), sync="local:2")[1][0], whole) <= 1e-12
 
 
-def test_gradients_that_no_optimizer_clears_do_not_pile_up() -> None:
+def test_gradients_without_an_optimizer_do_not_accumulate() -> None:
     def loop(run: Run, model: Any) -> None:
         optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
         run.attach(model, optimizer)
@@ -157,7 +157,7 @@ def test_gradients_that_no_optimizer_clears_do_not_pile_up() -> None:
     check(loop)
 
 
-def test_a_backward_pass_beside_that_of_the_run_is_refused() -> None:
+def test_loss_backward_instead_of_run_backward_is_refused() -> None:
     def loop(run: Run, model: Any) -> None:
         optimizer = sgd(run, model)
         for x, y in run.batches(dataset(), size=24, shares="equal"):
@@ -170,7 +170,7 @@ def test_a_backward_pass_beside_that_of_the_run_is_refused() -> None:
         members(2, loop)
 
 
-def test_a_share_without_weight_adds_nothing_even_if_its_loss_is_no_number() -> None:
+def test_share_of_weight_zero_adds_nothing_even_if_its_loss_is_nan() -> None:
     def loop(run: Run, model: Any) -> None:
         optimizer = sgd(run, model)
         for x, y in run.batches(dataset(), size=24, shares="equal"):
@@ -186,7 +186,7 @@ def test_a_share_without_weight_adds_nothing_even_if_its_loss_is_no_number() -> 
 # --- optimizers
 
 
-def test_a_scaler_steps_several_optimizers() -> None:
+def test_scaler_steps_several_optimizers() -> None:
     def loop(run: Run, model: Any) -> int:
         one, two = torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
@@ -205,7 +205,7 @@ def test_a_scaler_steps_several_optimizers() -> None:
     assert members(2, loop)[0][1] == 4
 
 
-def test_an_optimizer_that_trains_more_than_the_model_is_refused() -> None:
+def test_optimizer_of_parameters_outside_the_model_is_refused() -> None:
     def loop(run: Run, model: Any) -> None:
         temperature = nn.Parameter(torch.ones(1, dtype=F64))
         optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.1)
@@ -229,7 +229,7 @@ class Counter:
         self.seen = state["seen"]
 
 
-def test_whatever_has_a_state_can_be_attached_and_twice_is_once() -> None:
+def test_object_with_state_can_be_attached_and_repeating_it_changes_nothing() -> None:
     def loop(run: Run, model: Any) -> int:
         optimizer, counter = torch.optim.SGD(model.parameters(), 0.1), Counter()
         assert run.attach(model, optimizer, counter) == (model, optimizer, counter)
@@ -248,7 +248,7 @@ def test_whatever_has_a_state_can_be_attached_and_twice_is_once() -> None:
     assert members(1, loop)[0][1] == 4
 
 
-def test_what_has_no_state_cannot_be_attached() -> None:
+def test_object_without_state_cannot_be_attached() -> None:
     def loop(run: Run, model: Any) -> None:
         run.attach((model, torch.optim.SGD(model.parameters(), 0.1)))
 
@@ -259,7 +259,7 @@ def test_what_has_no_state_cannot_be_attached() -> None:
 # --- what comes before the loop, and in what order
 
 
-def test_what_is_logged_before_the_step_is_shown_when_the_step_counts() -> None:
+def test_metric_logged_before_the_step_is_shown_after_the_commit() -> None:
     def loop(run: Run, model: Any) -> Any:
         optimizer = sgd(run, model)
         for x, y in run.batches(dataset(), size=24, shares="equal"):
@@ -275,7 +275,7 @@ def test_what_is_logged_before_the_step_is_shown_when_the_step_counts() -> None:
     assert members(1, loop)[0][1] == {"early": 3.0, "late": 4.0}
 
 
-def test_a_step_outside_the_loop_is_refused_and_a_schedule_may_be_set_there() -> None:
+def test_step_outside_the_loop_is_refused_but_a_schedule_can_be_set_there() -> None:
     def loop(run: Run, model: Any) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -291,7 +291,7 @@ def test_a_step_outside_the_loop_is_refused_and_a_schedule_may_be_set_there() ->
     assert members(1, loop)[0][1] == [0.05]
 
 
-def test_a_step_with_some_of_the_optimizers_only_is_said_to_be_that() -> None:
+def test_step_with_only_some_optimizers_is_reported() -> None:
     def loop(run: Run, model: Any) -> None:
         one, two = (torch.optim.SGD(model[index].parameters(), 0.1) for index in (0, 2))
         run.attach(model, one, two)
@@ -326,7 +326,7 @@ def normed_twice() -> Any:
     return nn.Sequential(norm, nn.Linear(8, 8), norm, nn.Linear(8, 1)).double()
 
 
-def test_synchronised_batchnorm_copes_with_values_far_from_zero() -> None:
+def test_synchronised_batchnorm_handles_values_far_from_zero() -> None:
     check(synchronised(3000.0, torch.float32), lambda: normed().float(), within=1e-3)
 
 
@@ -338,7 +338,7 @@ def test_synchronised_batchnorm_is_as_precise_as_the_model() -> None:
     check(loop, normed)
 
 
-def test_a_batchnorm_layer_that_is_used_twice_is_synchronised_twice() -> None:
+def test_batchnorm_layer_used_twice_is_synchronised_twice() -> None:
     check(synchronised(0.0, F64), normed_twice, within=1e-7)
 
 
@@ -363,12 +363,12 @@ def on_a_plateau(of_the_share: bool) -> Body:
     return loop
 
 
-def test_members_whose_schedules_part_are_stopped_before_they_train_apart() -> None:
+def test_diverging_schedules_are_detected_before_members_diverge() -> None:
     with pytest.raises(MembersDiverged, match="different learning rates"):
         members(2, on_a_plateau(of_the_share=True))
 
 
-def test_a_schedule_may_follow_what_all_members_see() -> None:
+def test_schedule_can_follow_a_score_that_all_members_share() -> None:
     check(on_a_plateau(of_the_share=False))
     assert members(2, on_a_plateau(of_the_share=False))[1][1] < 0.1
 
@@ -396,7 +396,7 @@ def test_data_without_numbered_samples_is_refused_with_the_remedy(data: Any, rem
 
 
 @pytest.mark.parametrize("shards", ["data/*.jsonl", Endless()], ids=["a pattern", "a shard itself"])
-def test_a_stream_is_given_a_list(shards: Any) -> None:
+def test_stream_without_a_list_of_sources_is_refused(shards: Any) -> None:
     def loop(run: Run, model: Any) -> None:
         sgd(run, model)
         run.stream(shards, size=2, open=list)
@@ -429,7 +429,7 @@ def test_complex_parameters_are_trained(kind: Any) -> None:
     assert torch.allclose(first["weight"], members(1, loop, Waves)[0][0]["weight"], rtol=0, atol=1e-9)
 
 
-def test_lazy_layers_that_have_seen_no_data_are_refused() -> None:
+def test_uninitialised_lazy_layers_are_refused() -> None:
     def loop(run: Run, model: Any) -> None:
         sgd(run, model)
         run.batches(dataset(), size=24)
@@ -439,7 +439,7 @@ def test_lazy_layers_that_have_seen_no_data_are_refused() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_of_anything_is_refused(weight: float) -> None:
+def test_invalid_weight_is_refused(weight: float) -> None:
     def loop(run: Run, model: Any) -> None:
         sgd(run, model)
         for x, y in run.batches(dataset(), size=24):

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.faults.stage import Stage
+from tests.process.faults.checked_run import CheckedRun
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
-class Unmodified(Stage):
+class Unmodified(CheckedRun):
     """A script that does not use Shoal, under `shoal run --compat`."""
 
     def __init__(self, kind: str, script: str, *args: Any, **plan: Any) -> None:
@@ -92,7 +92,7 @@ def test_tf_config_script_gets_its_cluster_and_new_ports_after_a_restart(tmp_pat
         run.finish()
 
 
-def restart_notes(run: Stage) -> list[str]:
+def restart_notes(run: CheckedRun) -> list[str]:
     return [line for line in run.output.splitlines() if line.startswith("shoal: all members restart: ")]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.faults.stage import Stage
+from tests.process.faults.checked_run import CheckedRun
 
 from shoal.testing.emulated_speeds import machines, step_s
 
@@ -25,7 +25,7 @@ NEARLY = 0.9
 COST = machines(1, 0.25, sample_s=FAST_S / (BATCH // 2))
 
 
-class Emulated(Stage):
+class EmulatedRun(CheckedRun):
     """A run that was started with --emulate."""
 
     def __init__(self, path: Path, speeds: str, members: str, **plan: Any) -> None:
@@ -44,8 +44,8 @@ class Emulated(Stage):
 
 
 @contextlib.contextmanager
-def emulated(path: Path, speeds: str, members: str = "2:2", **plan: Any) -> Iterator[Emulated]:
-    stage = Emulated(path, speeds, members, **plan)
+def emulated_run(path: Path, speeds: str, members: str = "2:2", **plan: Any) -> Iterator[EmulatedRun]:
+    stage = EmulatedRun(path, speeds, members, **plan)
     try:
         yield stage
     finally:
@@ -58,8 +58,8 @@ def usual(times_s: list[float]) -> float:
     return statistics.quantiles(times_s, n=4)[0]
 
 
-def test_a_quarter_of_the_speed_takes_about_four_times_as_long_and_computes_the_same(tmp_path: Path) -> None:
-    with emulated(tmp_path, "1,0.25", samples=4096, batch=512, epochs=8, width=256) as run:
+def test_quarter_speed_takes_about_four_times_as_long_and_computes_the_same(tmp_path: Path) -> None:
+    with emulated_run(tmp_path, "1,0.25", samples=4096, batch=512, epochs=8, width=256) as run:
         run.finish()
         run.check()
         steps = range(64)
@@ -71,8 +71,8 @@ def test_a_quarter_of_the_speed_takes_about_four_times_as_long_and_computes_the_
         assert fast_waits_s > (slow_s - fast_s) / 2, "the others do not wait as long as it takes"
 
 
-def test_a_cost_holds_for_every_step_of_every_member(tmp_path: Path) -> None:
-    with emulated(tmp_path, COST, batch=BATCH, epochs=2) as run:
+def test_fixed_cost_holds_for_every_step_of_every_member(tmp_path: Path) -> None:
+    with emulated_run(tmp_path, COST, batch=BATCH, epochs=2) as run:
         run.finish()
         run.check()
         for member, cost_s in (("local/0", FAST_S), ("local/1", SLOW_S)):
@@ -81,9 +81,9 @@ def test_a_cost_holds_for_every_step_of_every_member(tmp_path: Path) -> None:
         assert step_s(COST, (BATCH // 2, BATCH // 2)) == pytest.approx(SLOW_S)
 
 
-def test_a_speed_changes_at_the_step_that_the_schedule_says(tmp_path: Path) -> None:
+def test_speed_changes_at_the_scheduled_step(tmp_path: Path) -> None:
     cost = machines(1, "1:0.25@12:1@24", sample_s=FAST_S / (BATCH // 2))
-    with emulated(tmp_path, cost, batch=BATCH, epochs=3) as run:
+    with emulated_run(tmp_path, cost, batch=BATCH, epochs=3) as run:
         run.finish()
         run.check()
         slow, before, after = range(12, 24), range(12), range(24, 48)
@@ -93,8 +93,8 @@ def test_a_speed_changes_at_the_step_that_the_schedule_says(tmp_path: Path) -> N
         assert min(run.seen("busy_s", "local/0", slow)) < SLOW_S / 2
 
 
-def test_a_member_that_was_killed_comes_back_with_its_speed(tmp_path: Path) -> None:
-    with emulated(tmp_path, COST, "1:2", batch=BATCH, epochs=6) as run:
+def test_restarted_member_keeps_its_speed(tmp_path: Path) -> None:
+    with emulated_run(tmp_path, COST, "1:2", batch=BATCH, epochs=6) as run:
         run.until_size(2)
         first = run.pids()["local/1"]
         run.kill("local/1")
@@ -108,15 +108,15 @@ def test_a_member_that_was_killed_comes_back_with_its_speed(tmp_path: Path) -> N
         assert all(e["busy_s"] > NEARLY * FAST_S * 4 * len(e["ids"]) / (BATCH // 2) for e in mine)
 
 
-def test_bad_text_is_refused_before_anything_is_started(tmp_path: Path) -> None:
-    with emulated(tmp_path, "1,0.5>0.25@9") as run:
+def test_invalid_setting_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with emulated_run(tmp_path, "1,0.5>0.25@9") as run:
         run.finish(exit_code=3, timeout_s=60)
         assert "S122" in run.output
         assert "did you mean 0.5:0.25@9?" in run.output
         assert not list(run.home.glob("coordinators/*"))
 
 
-def test_a_script_that_shoal_does_not_know_cannot_be_slowed_down(tmp_path: Path) -> None:
+def test_unmodified_script_cannot_be_slowed_down(tmp_path: Path) -> None:
     environ = {**os.environ, "SHOAL_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "shoal.cli.main", "run", "--compat", "torchrun", "--emulate", "1,0.5", __file__]
     refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -124,5 +124,5 @@ def test_a_script_that_shoal_does_not_know_cannot_be_slowed_down(tmp_path: Path)
     assert "--compat torchrun cannot emulate" in refused.stderr
 
 
-def _shares_of_the_second_life(run: Stage, first: int) -> int:
+def _shares_of_the_second_life(run: CheckedRun, first: int) -> int:
     return sum(e["member"] == "local/1" and e["pid"] != first and bool(e["ids"]) for e in run.commits())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.faults.stage import Stage
+from tests.process.faults.checked_run import CheckedRun
 
 from shoal.testing.emulated_speeds import machines
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 SPEEDS = machines(1, 0.25, sample_s=0.002)
 
 
-class Seen(Stage):
+class MonitoredRun(CheckedRun):
     """A run on two machines, one of which has a quarter of the other's speed."""
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
@@ -38,8 +38,8 @@ class Seen(Stage):
 
 
 @contextlib.contextmanager
-def seen(path: Path, shares: str) -> Iterator[Seen]:
-    stage = Seen(path, "2:2", batch=32, epochs=1000, shares=shares)
+def monitored_run(path: Path, shares: str) -> Iterator[MonitoredRun]:
+    stage = MonitoredRun(path, "2:2", batch=32, epochs=1000, shares=shares)
     try:
         yield stage
     finally:
@@ -54,7 +54,7 @@ def members(view: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 # What else runs here lengthens single steps: what is seen in the end is waited for.
 
 
-def test_with_equal_shares_the_fast_member_is_seen_to_wait(tmp_path: Path) -> None:
+def test_status_shows_the_fast_member_waiting_with_equal_shares(tmp_path: Path) -> None:
     def waits(view: dict[str, Any]) -> bool:
         if view["step"] <= 10 or not view["idle_now"]:
             return False
@@ -63,7 +63,7 @@ def test_with_equal_shares_the_fast_member_is_seen_to_wait(tmp_path: Path) -> No
         fast_waits, slow_waits = fast["wait_s"] > 1.5 * fast["compute_s"], slow["wait_s"] > 0.5 * slow["compute_s"]
         return fast_waits and not slow_waits and view["idle_now"] > 0.2
 
-    with seen(tmp_path, "equal") as run:
+    with monitored_run(tmp_path, "equal") as run:
         view = run.view(waits, "the fast member to wait and the slow one not to")
         fast, slow = members(view)
         assert (fast["share"], slow["share"], view["batch"]) == (16, 16, 32)
@@ -71,7 +71,7 @@ def test_with_equal_shares_the_fast_member_is_seen_to_wait(tmp_path: Path) -> No
         assert view["decided"] == []
 
 
-def test_with_learned_shares_it_has_more_to_do_and_one_can_see_why(tmp_path: Path) -> None:
+def test_status_and_why_explain_the_larger_share_of_the_fast_member(tmp_path: Path) -> None:
     def settled(view: dict[str, Any]) -> bool:
         if view["step"] <= 40 or not view["decided"]:
             return False
@@ -79,7 +79,7 @@ def test_with_learned_shares_it_has_more_to_do_and_one_can_see_why(tmp_path: Pat
         busy = fast["share"] > 2 * slow["share"] > 0 and fast["wait_s"] < 0.5 * fast["compute_s"]
         return busy and view["idle_now"] < 0.15
 
-    with seen(tmp_path, "model") as run:
+    with monitored_run(tmp_path, "model") as run:
         view = run.view(settled, "shares to settle")
         fast, _ = members(view)
         assert fast["compute_s"] > fast["data_s"] > 0 < fast["exchange_s"]

@@ -37,7 +37,7 @@ def body(session: FixedWorldSession) -> Seen:
     return took, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def test_every_thread_is_a_machine_of_its_own_and_learns_the_same() -> None:
+def test_each_thread_emulates_its_own_machine_and_learns_the_same() -> None:
     torch.set_num_threads(1)
     plain = together(2, body)
     slowed = together(2, emulated(body, machines(1, "1:0.25@6", sample_s=0.002)))

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.process.evaluator.evaluated import EVALUATOR, Evaluated, evaluated
+from tests.process.evaluator.evaluated_run import EVALUATOR, EvaluatedRun, evaluated_run
 
 pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(600)]
 
 OFTEN = "checkpoint.every_steps=10"
 
 
-def test_each_new_checkpoint_is_evaluated_and_what_it_says_is_told(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "2", OFTEN, epochs=10, hold=3, gate=60, best="min:loss") as run:
+def test_each_new_checkpoint_is_evaluated_and_reported(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path, "2", OFTEN, epochs=10, hold=3, gate=60, best="min:loss") as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
         metrics = scrape(run)
         view = run.shoal("status", run.run_id())
@@ -38,8 +38,8 @@ def test_each_new_checkpoint_is_evaluated_and_what_it_says_is_told(tmp_path: Pat
         assert "evaluated   step 80: loss" in run.output, "the summary does not tell"
 
 
-def test_it_is_in_no_world_takes_no_place_and_gives_way(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "2:2", OFTEN, epochs=6) as run:
+def test_evaluator_is_in_no_world_takes_no_slot_and_has_low_priority(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path, "2:2", OFTEN, epochs=6) as run:
         run.finish()
         assert {one["nice"] for one in run.scored()} == {19}
         assert all(one["group"].endswith("nice 19") or not one["group"] for one in run.scored())
@@ -49,8 +49,8 @@ def test_it_is_in_no_world_takes_no_place_and_gives_way(tmp_path: Path) -> None:
         assert EVALUATOR not in str([e for e in run.journal() if e["kind"] in ("MemberReady", "WorldEntered")])
 
 
-def test_a_run_that_gets_no_better_ends_early_with_success(tmp_path: Path) -> None:
-    with evaluated(
+def test_run_without_improvement_stops_early_with_success(tmp_path: Path) -> None:
+    with evaluated_run(
         tmp_path, "2", OFTEN, epochs=2500, pause_s=0.01, hold=6, best="max:peak", patience=2, peak=20
     ) as run:
         run.finish()
@@ -65,8 +65,8 @@ def test_a_run_that_gets_no_better_ends_early_with_success(tmp_path: Path) -> No
         assert view["evaluation"]["without"] == 2
 
 
-def test_the_best_model_is_kept_and_not_the_last(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "1", OFTEN, epochs=10, hold=4, best="max:peak", peak=30, export=True) as run:
+def test_best_model_is_kept_instead_of_the_last(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path, "1", OFTEN, epochs=10, hold=4, best="max:peak", peak=30, export=True) as run:
         run.finish()
         best = max(run.evaluations(), key=lambda one: one["metrics"]["peak"])
         assert int(torch.load(run.records / "best.pt", weights_only=True)["seen"]) == best["step"] < 80
@@ -74,10 +74,10 @@ def test_the_best_model_is_kept_and_not_the_last(tmp_path: Path) -> None:
         assert str(run.records / "best.pt") in run.output
 
 
-def test_its_death_concerns_nobody_and_the_best_so_far_is_remembered(tmp_path: Path) -> None:
+def test_death_of_the_evaluator_disturbs_no_trainer_and_keeps_the_best(tmp_path: Path) -> None:
     calm = ("restarts.infrastructure=10", "backoff_s=0.05")
     plan = {"epochs": 25, "hold": 6, "gate": 60, "best": "max:peak", "peak": 10, "export": True}
-    with evaluated(tmp_path, "2", OFTEN, *calm, **plan) as run:
+    with evaluated_run(tmp_path, "2", OFTEN, *calm, **plan) as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
         before, best = run.pids()[EVALUATOR], run.evaluations()[0]
         run.kill(EVALUATOR)
@@ -97,8 +97,8 @@ def test_its_death_concerns_nobody_and_the_best_so_far_is_remembered(tmp_path: P
         assert int(torch.load(run.records / "best.pt", weights_only=True)["seen"]) == best["step"]
 
 
-def test_one_that_dies_after_the_training_comes_back_to_evaluate_its_end(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "1", "backoff_s=0.05", epochs=3, score_waits=True) as run:
+def test_evaluator_that_dies_after_training_restarts_to_evaluate_the_end(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path, "1", "backoff_s=0.05", epochs=3, score_waits=True) as run:
         run.until(lambda: len(run.events()) and run.step() == 23, "the last step")
         run.until(lambda: "waiting for the evaluator" in run.output, "the trainers to be gone")
         run.until(lambda: EVALUATOR in run.pids(), "the evaluator")
@@ -108,8 +108,8 @@ def test_one_that_dies_after_the_training_comes_back_to_evaluate_its_end(tmp_pat
         assert [one["step"] for one in run.evaluations()] == [24]
 
 
-def test_a_hanging_evaluator_holds_up_nobody(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "2", OFTEN, epochs=6, gate=20) as run:
+def test_hung_evaluator_does_not_delay_training(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path, "2", OFTEN, epochs=6, gate=20) as run:
         run.until(lambda: EVALUATOR in run.pids(), "the evaluator")
         run.kill(EVALUATOR, signal.SIGSTOP)
         (run.records / "go").touch()
@@ -120,14 +120,14 @@ def test_a_hanging_evaluator_holds_up_nobody(tmp_path: Path) -> None:
         assert len(run.worlds()) == 1
 
 
-def test_without_a_word_about_checkpoints_the_end_is_evaluated(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "1", epochs=2) as run:
+def test_end_is_evaluated_without_checkpoint_settings(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path, "1", epochs=2) as run:
         run.finish()
         assert [one["step"] for one in run.evaluations()] == [16]
 
 
-def test_a_coordinator_that_comes_back_knows_what_was_best(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "1", OFTEN, epochs=25, hold=6, gate=60, best="max:peak", peak=10) as run:
+def test_restarted_coordinator_knows_the_best_score(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path, "1", OFTEN, epochs=25, hold=6, gate=60, best="max:peak", peak=10) as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
         first = run.evaluations()[0]["step"]
         run.service_process("coordinator").kill()
@@ -147,8 +147,8 @@ def test_a_coordinator_that_comes_back_knows_what_was_best(tmp_path: Path) -> No
         ("model", "S320", "body.weight"),
     ],
 )
-def test_a_mistake_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, bad: str, code: str, words: str) -> None:
-    with evaluated(tmp_path, "1", "checkpoint.every_steps=5", "restarts.user=0", epochs=3, bad=bad) as run:
+def test_error_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, bad: str, code: str, words: str) -> None:
+    with evaluated_run(tmp_path, "1", "checkpoint.every_steps=5", "restarts.user=0", epochs=3, bad=bad) as run:
         run.finish()
         assert run.step() == 23
         assert code in run.output
@@ -157,9 +157,9 @@ def test_a_mistake_in_the_evaluation_harms_the_evaluator_only(tmp_path: Path, ba
         assert len(run.worlds()) == 1
 
 
-def test_a_stopped_run_goes_on_with_its_evaluation(tmp_path: Path) -> None:
+def test_resumed_run_continues_its_evaluation(tmp_path: Path) -> None:
     plan = {"epochs": 25, "hold": 6, "gate": 60, "pause_s": 0.05, "best": "max:peak", "peak": 10}
-    with evaluated(tmp_path, "1", OFTEN, **plan) as run:
+    with evaluated_run(tmp_path, "1", OFTEN, **plan) as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
         stopping = run.start("stop", run.run_id())
         run.until(lambda: run.journal("UserStopRequested"), "the coordinator to be asked")
@@ -173,22 +173,22 @@ def test_a_stopped_run_goes_on_with_its_evaluation(tmp_path: Path) -> None:
         assert run.shoal("status", run.run_id())["evaluation"]["best_step"] == first
 
 
-def test_members_that_train_for_themselves_are_evaluated_too(tmp_path: Path) -> None:
-    with evaluated(tmp_path, "2", "sync=local:4", "checkpoint.every_steps=2", epochs=6) as run:
+def test_local_training_is_evaluated(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path, "2", "sync=local:4", "checkpoint.every_steps=2", epochs=6) as run:
         run.finish()
         assert len(run.evaluations()) >= 1
         assert len(run.worlds()) == 1
 
 
-def test_a_score_that_is_no_number_is_no_improvement(tmp_path: Path) -> None:
-    with evaluated(
+def test_nan_score_is_no_improvement(tmp_path: Path) -> None:
+    with evaluated_run(
         tmp_path, "1", OFTEN, epochs=2500, pause_s=0.01, hold=6, bad="nan", best="max:peak", patience=2
     ) as run:
         run.finish()
         assert "stopped early: peak was no number in 2 evaluations" in run.output
 
 
-def scrape(run: Evaluated) -> str:
+def scrape(run: EvaluatedRun) -> str:
     directory = next(run.home.glob("coordinators/*"))
     token = (directory / "token").read_text().split()[0]
     request = urllib.request.Request(f"{(directory / 'url').read_text().strip()}/metrics")
@@ -197,8 +197,8 @@ def scrape(run: Evaluated) -> str:
         return str(answer.read().decode())
 
 
-def test_an_unmodified_script_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with evaluated(tmp_path) as run:
+def test_unmodified_script_with_evaluator_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with evaluated_run(tmp_path) as run:
         refused = run.start("run", "--compat", "torchrun", "--evaluator", str(run.script))
         assert refused.wait(60) == 3
         assert "error[S123] an unmodified script (--compat torchrun) cannot have an evaluator" in run.output

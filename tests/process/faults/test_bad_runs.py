@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.faults.stage import SCRIPT, Stage, staged
+from tests.process.faults.checked_run import SCRIPT, CheckedRun, checked_run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -41,8 +41,8 @@ def command(path: Path, *arguments: str, **environ: str) -> subprocess.Completed
 # --- what does not fit into a run
 
 
-def test_a_model_that_differs_is_left_out_and_the_others_train(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", widths={"local/2": 48}, pause_s=0.02) as run:
+def test_member_with_a_different_model_is_left_out_and_the_others_train(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", widths={"local/2": 48}, pause_s=0.02) as run:
         run.finish()
         run.check()
         check_told(run.output, "S206", "parameters: .* in the run, .* here", "start every member from the same script")
@@ -51,15 +51,15 @@ def test_a_model_that_differs_is_left_out_and_the_others_train(tmp_path: Path) -
         assert len(started) == 1, "what cannot fit was tried again"
 
 
-def test_too_few_that_fit_end_the_run_with_the_cause(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", widths={"local/1": 48}) as run:
+def test_run_ends_with_the_cause_if_too_few_members_match(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:2", widths={"local/1": 48}) as run:
         run.finish(exit_code=1)
         check_told(run.output, "S206", "parameters: .* in the run, .* here", "start every member from the same script")
         assert not run.commits()
 
 
-def test_a_dataset_smaller_than_the_batch_is_told(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", ("restarts.user=0",), samples=40, batch=64) as run:
+def test_dataset_smaller_than_the_batch_is_reported(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:2", ("restarts.user=0",), samples=40, batch=64) as run:
         run.finish(exit_code=1)
         check_told(run.output, "S303", "40 samples", "batch|size")
         assert not run.commits()
@@ -73,7 +73,7 @@ STRANGERS = {
 }
 
 
-def stranger(run: Stage, changes: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def stranger(run: CheckedRun, changes: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """The tests' script, started by hand with the environment that an agent would give, but for the changes."""
     directory = next(run.home.glob("coordinators/*"))
     (directory / "wrong").write_text("not-the-token\n")
@@ -100,8 +100,8 @@ def stranger(run: Stage, changes: dict[str, str]) -> subprocess.CompletedProcess
 
 
 @pytest.mark.timeout(600)
-def test_strangers_are_turned_away_and_the_run_does_not_notice(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", ("lease_s=60",), pause_s=0.05, epochs=2000) as run:
+def test_unauthorised_processes_are_rejected_and_the_run_is_not_disturbed(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:2", ("lease_s=60",), pause_s=0.05, epochs=2000) as run:
         run.until_size(2)
         for who, (changes, code) in STRANGERS.items():
             at = run.step()
@@ -121,7 +121,7 @@ def test_strangers_are_turned_away_and_the_run_does_not_notice(tmp_path: Path) -
 # --- what cannot be started
 
 
-def test_a_script_that_does_not_exist_is_told_and_nothing_is_made(tmp_path: Path) -> None:
+def test_missing_script_is_reported_and_nothing_is_created(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = command(tmp_path, "run", "trian.py")
     assert done.returncode == 2
@@ -129,7 +129,7 @@ def test_a_script_that_does_not_exist_is_told_and_nothing_is_made(tmp_path: Path
     assert not (tmp_path / "home").exists()
 
 
-def test_a_script_that_only_this_machine_has_is_told_by_the_other(tmp_path: Path) -> None:
+def test_script_that_another_machine_lacks_is_reported(tmp_path: Path) -> None:
     """The submitted script is looked for where the members are started; here it is gone by then."""
     script = tmp_path / "gone.py"
     script.write_text("")
@@ -150,7 +150,7 @@ def test_a_script_that_only_this_machine_has_is_told_by_the_other(tmp_path: Path
             joined.wait(30)
 
 
-def test_a_port_in_use_is_told_and_its_owner_goes_on(tmp_path: Path) -> None:
+def test_port_in_use_is_reported_and_its_owner_continues(tmp_path: Path) -> None:
     with standing(tmp_path) as access:
         port = access[1].rpartition(":")[2]
         other = command(tmp_path, "coordinator", "--port", port)
@@ -200,7 +200,7 @@ def read_only(path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_read_only_home_is_told(tmp_path: Path) -> None:
+def test_read_only_home_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     with read_only(tmp_path / "fixed") as home:
         for words in (("run", "train.py"), ("coordinator",)):
@@ -209,10 +209,10 @@ def test_a_read_only_home_is_told(tmp_path: Path) -> None:
             check_told(done.stderr, "S510", "[Rr]ead-only|[Pp]ermission", "SHOAL_HOME")
 
 
-def test_a_read_only_place_for_checkpoints_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_read_only_checkpoint_directory_is_reported_and_training_continues(tmp_path: Path) -> None:
     with read_only(tmp_path / "fixed") as place:
         settings: Any = ("checkpoint.every_steps=4", f"checkpoint.to={place}")
-        with staged(tmp_path / "stage", "2:2", settings, epochs=2) as run:
+        with checked_run(tmp_path / "stage", "2:2", settings, epochs=2) as run:
             run.finish()
             run.check()
             assert re.search("S50[23]", run.output), run.output

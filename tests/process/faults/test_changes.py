@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.process.faults.stage import staged
+from tests.process.faults.checked_run import checked_run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
-def test_a_notice_costs_no_step_and_no_timeout(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", pause_s=0.03, epochs=8) as run:
+def test_notice_costs_no_step_and_no_timeout(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", pause_s=0.03, epochs=8) as run:
         run.until_size(3)
         told = psutil.Process(run.pids()["local/1"])
         run.kill("local/1", signal.SIGTERM)
@@ -29,7 +29,7 @@ def test_a_notice_costs_no_step_and_no_timeout(tmp_path: Path) -> None:
 
 
 def test_more_members_join_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    with staged(tmp_path, "1:1", pause_s=0.03, epochs=10) as run:
+    with checked_run(tmp_path, "1:1", pause_s=0.03, epochs=10) as run:
         run.until_step(5)
         before = run.pids()
         name = run.shoal("ps")[0]["run"]
@@ -43,8 +43,8 @@ def test_more_members_join_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         assert not [e for e in run.journal() if e["kind"] == "WorldBroken"], "a planned change broke a world"
 
 
-def test_a_join_and_a_loss_at_once_cost_no_sample(tmp_path: Path) -> None:
-    with staged(tmp_path, "1:2", pause_s=0.03, epochs=20) as run:
+def test_simultaneous_join_and_loss_cost_no_sample(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "1:2", pause_s=0.03, epochs=20) as run:
         run.until_size(2)
         name = run.shoal("ps")[0]["run"]
         run.shoal("scale", name, "1:4")
@@ -55,8 +55,8 @@ def test_a_join_and_a_loss_at_once_cost_no_sample(tmp_path: Path) -> None:
         run.check()
 
 
-def test_training_goes_on_without_the_coordinator_which_then_remembers_everything(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
+def test_training_continues_without_the_coordinator_which_recovers_from_its_journal(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
         run.until_size(3)
         run.service_process("coordinator").kill()
         at = run.step()
@@ -70,8 +70,8 @@ def test_training_goes_on_without_the_coordinator_which_then_remembers_everythin
         assert [e["kind"] for e in run.journal()].count("RunCreated") == 1
 
 
-def test_a_stop_that_finds_the_coordinator_dead_waits_until_it_is_back(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", pause_s=0.03, epochs=1000) as run:
+def test_stop_waits_for_a_coordinator_that_is_restarting(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:2", pause_s=0.03, epochs=1000) as run:
         run.until_step(5)
         name = run.name
         run.service_process("coordinator").kill()
@@ -80,8 +80,8 @@ def test_a_stop_that_finds_the_coordinator_dead_waits_until_it_is_back(tmp_path:
         assert len(run.journal("UserStopRequested")) == 1
 
 
-def test_a_coordinator_that_was_stopped_for_longer_than_a_lease_disturbs_nobody(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", ("lease_s=2",), pause_s=0.03, epochs=12) as run:
+def test_coordinator_stopped_for_longer_than_a_lease_loses_no_member(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", ("lease_s=2",), pause_s=0.03, epochs=12) as run:
         run.until_size(3)
         coordinator = run.service_process("coordinator")
         coordinator.suspend()
@@ -98,8 +98,8 @@ def test_a_coordinator_that_was_stopped_for_longer_than_a_lease_disturbs_nobody(
         run.check()
 
 
-def test_a_member_lost_while_the_coordinator_is_down_is_resolved_when_it_is_back(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
+def test_member_lost_while_the_coordinator_is_down_is_replaced_afterwards(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
         run.until_size(3)
         coordinator = run.service_process("coordinator")
         coordinator.suspend()
@@ -113,8 +113,8 @@ def test_a_member_lost_while_the_coordinator_is_down_is_resolved_when_it_is_back
         run.check()
 
 
-def test_a_killed_agent_takes_its_members_along_and_the_run_is_resumed_from_its_checkpoint(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6) as run:
+def test_killed_agent_ends_its_members_and_the_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6) as run:
         run.until_step(10)
         members = [psutil.Process(pid) for pid in run.pids().values()]
         run.service_process("agent").kill()
@@ -125,8 +125,8 @@ def test_a_killed_agent_takes_its_members_along_and_the_run_is_resumed_from_its_
         assert any("restored the checkpoint" in line for line in run.output.splitlines())
 
 
-def test_nothing_survives_a_killed_shoal_run(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", pause_s=0.05, epochs=50, workers=1) as run:
+def test_no_process_survives_a_killed_shoal_run(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", pause_s=0.05, epochs=50, workers=1) as run:
         run.until_size(3)
         family = psutil.Process(run.process.pid).children(recursive=True)
         assert len(family) >= 6
@@ -135,8 +135,8 @@ def test_nothing_survives_a_killed_shoal_run(tmp_path: Path) -> None:
         assert not alive, [p.cmdline() for p in alive]
 
 
-def test_a_stopped_run_is_resumed_at_the_exact_step_with_another_number_of_members(tmp_path: Path) -> None:
-    with staged(tmp_path, "3:3", pause_s=0.03, epochs=6) as run:
+def test_stopped_run_resumes_at_the_exact_step_with_another_number_of_members(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "3:3", pause_s=0.03, epochs=6) as run:
         run.until_step(8)
         name = run.shoal("ps")[0]["run"]
         run.shoal("stop", name)
@@ -151,8 +151,8 @@ def test_a_stopped_run_is_resumed_at_the_exact_step_with_another_number_of_membe
         assert {c["size"] for c in later} == {2}
 
 
-def test_a_second_machine_joins_a_running_run(tmp_path: Path) -> None:
-    with staged(tmp_path, "1:1", pause_s=0.05, epochs=60) as run:
+def test_second_machine_joins_a_running_run(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "1:1", pause_s=0.05, epochs=60) as run:
         run.until_step(3)
         home = next(run.home.glob("coordinators/*"))
         url = (home / "url").read_text().strip()
@@ -167,14 +167,14 @@ def test_a_second_machine_joins_a_running_run(tmp_path: Path) -> None:
         assert not [e for e in run.journal() if e["kind"] == "WorldBroken"], "a machine that left broke a world"
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
+def test_full_disk_costs_a_checkpoint_but_not_the_training(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(small)], check=False).returncode:
         pytest.skip("a small file system cannot be mounted here: it needs root")
     try:
         settings = ("checkpoint.every_steps=2", f"checkpoint.to={small}")
-        with staged(tmp_path / "stage", "2:2", settings, width=96, epochs=2) as run:
+        with checked_run(tmp_path / "stage", "2:2", settings, width=96, epochs=2) as run:
             run.finish()
             run.check()
             assert "S5" in run.output
@@ -182,9 +182,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> 
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_batch_that_is_chosen_while_members_come_and_go_is_the_same_for_all(tmp_path: Path) -> None:
+def test_automatic_batch_size_is_equal_on_all_members_while_the_world_changes(tmp_path: Path) -> None:
     settings = ("batch=auto:16:256", "emulate=sample_s=0.0001,fixed_s=0.01,1")
-    with staged(tmp_path, "2:3", settings, samples=2048, batch=32, epochs=6) as run:
+    with checked_run(tmp_path, "2:3", settings, samples=2048, batch=32, epochs=6) as run:
         run.until_size(3)
         run.until_step(40)
         run.kill("local/0")
@@ -197,8 +197,8 @@ def test_a_batch_that_is_chosen_while_members_come_and_go_is_the_same_for_all(tm
         assert len({e["sum"] for e in done}) == 1, "members end with different states"
 
 
-def test_agent_and_warm_process_killed_at_once_leave_nobody_behind_and_the_run_is_resumed(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6, workers=1) as run:
+def test_agent_and_zygote_killed_at_once_leave_no_process_and_the_run_resumes(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:2", ("checkpoint.every_steps=3",), pause_s=0.05, epochs=6, workers=1) as run:
         run.until_step(10)
         agent = run.service_process("agent")
         family = agent.children(recursive=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.process.faults.stage import staged
+from tests.process.faults.checked_run import checked_run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -17,10 +17,10 @@ POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "af
 ALL = "regroup_s=60"
 
 
-def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
+def test_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
     deaths = [{"member": f"local/{i}", "step": 4 + 5 * i, "point": point} for i, point in enumerate(POINTS)]
     # With learned shares somebody may have nothing to do in the very step that it is to die in.
-    with staged(tmp_path, "2:5", (ALL,), die=deaths, shares="equal", pause_s=0.02, epochs=6) as run:
+    with checked_run(tmp_path, "2:5", (ALL,), die=deaths, shares="equal", pause_s=0.02, epochs=6) as run:
         run.finish()
         run.check()
         killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
@@ -28,7 +28,7 @@ def test_a_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
 
 
 def test_two_members_killed_at_once_cost_no_sample(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:4", pause_s=0.03, epochs=6) as run:
+    with checked_run(tmp_path, "2:4", pause_s=0.03, epochs=6) as run:
         run.until_size(4)
         pids = run.pids()
         for name in ("local/1", "local/2"):
@@ -38,8 +38,8 @@ def test_two_members_killed_at_once_cost_no_sample(tmp_path: Path) -> None:
         run.check()
 
 
-def test_all_but_one_killed_and_the_last_one_goes_on(tmp_path: Path) -> None:
-    with staged(tmp_path, "1:4", pause_s=0.03, epochs=6) as run:
+def test_last_member_continues_when_all_others_are_killed(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "1:4", pause_s=0.03, epochs=6) as run:
         run.until_size(4)
         survivor = run.pids()["local/3"]
         for name in ("local/0", "local/1", "local/2"):
@@ -50,17 +50,17 @@ def test_all_but_one_killed_and_the_last_one_goes_on(tmp_path: Path) -> None:
         run.check()
 
 
-def test_who_dies_when_all_have_done_the_last_step_costs_nothing_and_nothing_is_trained_again(tmp_path: Path) -> None:
+def test_death_after_the_last_step_repeats_no_training(tmp_path: Path) -> None:
     deaths = [{"member": "local/1", "step": 32, "point": "at the end"}]
-    with staged(tmp_path, "2:2", die=deaths) as run:
+    with checked_run(tmp_path, "2:2", die=deaths) as run:
         run.finish()
         run.check()
         assert max(Counter(c["step"] for c in run.commits()).values()) == 2, "steps were done again"
 
 
-def test_a_run_is_not_done_if_its_last_member_dies_before_it_has_saved_the_model(tmp_path: Path) -> None:
+def test_run_is_not_done_if_its_last_member_dies_before_saving_the_model(tmp_path: Path) -> None:
     deaths = [{"member": "local/0", "step": 32, "point": "at the end"}]
-    with staged(tmp_path, "1:1", ("checkpoint.every_steps=20",), die=deaths) as run:
+    with checked_run(tmp_path, "1:1", ("checkpoint.every_steps=20",), die=deaths) as run:
         run.finish(exit_code=75)
         assert "no member reached the end of the script: local/0" in run.output
         run.process = run.start("resume", run.shoal("ps", "--all")[0]["run"])
@@ -68,16 +68,16 @@ def test_a_run_is_not_done_if_its_last_member_dies_before_it_has_saved_the_model
         run.check()
 
 
-def test_another_saves_the_model_if_the_one_that_does_so_dies_over_it(tmp_path: Path) -> None:
+def test_another_member_saves_the_model_if_the_first_dies_while_saving(tmp_path: Path) -> None:
     """Nobody was told, once all was trained, and the other waited for ever."""
     deaths = [{"member": "local/0", "step": 32, "point": "saving"}]
-    with staged(tmp_path, "2:2", die=deaths) as run:
+    with checked_run(tmp_path, "2:2", die=deaths) as run:
         run.finish()
         run.check()
 
 
-def test_nobody_restarts_because_of_somebody_else(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", pause_s=0.03, epochs=4) as run:
+def test_loss_of_a_member_restarts_no_other(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", pause_s=0.03, epochs=4) as run:
         run.until_size(3)
         before = run.pids()
         run.kill("local/1")
@@ -88,8 +88,8 @@ def test_nobody_restarts_because_of_somebody_else(tmp_path: Path) -> None:
         run.check()
 
 
-def test_a_stopped_member_is_left_behind_and_comes_back_when_it_wakes(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", ("lease_s=2",), pause_s=0.05, epochs=20) as run:
+def test_stopped_member_is_left_behind_and_rejoins_when_it_wakes(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", ("lease_s=2",), pause_s=0.05, epochs=20) as run:
         run.until_size(3)
         pid = run.pids()["local/2"]
         run.kill("local/2", signal.SIGSTOP)
@@ -101,10 +101,10 @@ def test_a_stopped_member_is_left_behind_and_comes_back_when_it_wakes(tmp_path: 
         run.check()
 
 
-def test_a_member_that_hung_in_the_middle_of_a_commit_comes_back_when_it_wakes(tmp_path: Path) -> None:
+def test_member_that_hung_during_a_commit_rejoins_when_it_wakes(tmp_path: Path) -> None:
     die = [{"member": "local/2", "step": 6, "point": "in the optimizer"}]
     settings = (ALL, "lease_s=2", "shares.policy=equal")
-    with staged(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="SIGSTOP") as run:
+    with checked_run(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="SIGSTOP") as run:
         run.until(run.commits, "the first step")
         pid = run.pids()["local/2"]
         run.until_size(2)
@@ -116,10 +116,10 @@ def test_a_member_that_hung_in_the_middle_of_a_commit_comes_back_when_it_wakes(t
         run.check()
 
 
-def test_a_member_whose_script_hangs_is_started_anew(tmp_path: Path) -> None:
+def test_member_with_a_hung_script_is_restarted(tmp_path: Path) -> None:
     die = [{"member": "local/2", "step": 6, "point": "forward"}]
     settings = (ALL, "hang_timeout_s=2", "shares.policy=equal")
-    with staged(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="hang") as run:
+    with checked_run(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="hang") as run:
         run.until(run.commits, "the first step")
         pid = run.pids()["local/2"]
         run.until(lambda: run.journal("MemberLost"), "it to be found")
@@ -132,14 +132,14 @@ def test_a_member_whose_script_hangs_is_started_anew(tmp_path: Path) -> None:
         assert (lost["member"], "while all other members wait" in lost["reason"]) == ("local/2", True)
 
 
-def test_a_script_that_raises_is_tried_again_and_then_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:2", ("restarts.user=1", "backoff_s=0.05"), raise_at=4, raise_in="local/1") as run:
+def test_raising_script_is_retried_and_then_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:2", ("restarts.user=1", "backoff_s=0.05"), raise_at=4, raise_in="local/1") as run:
         run.finish(exit_code=1)
         assert "the script is wrong" in run.output
 
 
-def test_too_few_members_wait_until_there_are_enough_again(tmp_path: Path) -> None:
-    with staged(tmp_path, "3:3", pause_s=0.02, epochs=4) as run:
+def test_training_waits_while_there_are_too_few_members(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "3:3", pause_s=0.02, epochs=4) as run:
         run.until_size(3)
         run.kill("local/0")
         run.finish()
@@ -149,37 +149,37 @@ def test_too_few_members_wait_until_there_are_enough_again(tmp_path: Path) -> No
 
 
 def test_dataloader_workers_outlive_neither_their_member_nor_a_change_of_world(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", workers=1, pause_s=0.03, epochs=4) as run:
+    with checked_run(tmp_path, "2:3", workers=1, pause_s=0.03, epochs=4) as run:
         run.until_size(3)
         run.kill("local/1")
         run.finish()
         run.check()
 
 
-def test_accumulated_micro_batches_are_done_again_as_one_step(tmp_path: Path) -> None:
+def test_accumulated_micro_batches_are_repeated_as_one_step(tmp_path: Path) -> None:
     deaths = [{"member": "local/1", "step": 5, "point": "backward"}]
-    with staged(tmp_path, "2:3", micro=8, die=deaths, epochs=3) as run:
+    with checked_run(tmp_path, "2:3", micro=8, die=deaths, epochs=3) as run:
         run.finish()
         run.check()
 
 
-def test_gradients_may_travel_over_gloo_as_well(tmp_path: Path) -> None:
+def test_gradients_can_be_exchanged_over_gloo(tmp_path: Path) -> None:
     deaths = [{"member": "local/1", "step": 5, "point": "backward"}]
-    with staged(tmp_path, "2:3", ("exchange=gloo",), die=deaths, pause_s=0.02, epochs=4) as run:
+    with checked_run(tmp_path, "2:3", ("exchange=gloo",), die=deaths, pause_s=0.02, epochs=4) as run:
         run.finish()
         run.check()
 
 
-def test_a_compiled_model_survives_a_loss(tmp_path: Path) -> None:
+def test_compiled_model_survives_a_loss(tmp_path: Path) -> None:
     deaths = [{"member": "local/1", "step": 5, "point": "backward"}]
-    with staged(tmp_path, "2:2", compile="aot_eager", die=deaths, pause_s=0.02, epochs=3) as run:
+    with checked_run(tmp_path, "2:2", compile="aot_eager", die=deaths, pause_s=0.02, epochs=3) as run:
         run.finish()
         run.check()
 
 
-def test_a_stream_is_read_exactly_once_whoever_dies_and_joins(tmp_path: Path) -> None:
+def test_stream_is_read_exactly_once_through_deaths_and_joins(tmp_path: Path) -> None:
     deaths = [{"member": f"local/{i}", "step": 4 + 6 * i, "point": point} for i, point in enumerate(POINTS[:3])]
-    with staged(tmp_path, "2:3", (ALL,), shards=10, samples=530, die=deaths, pause_s=0.03, epochs=4) as run:
+    with checked_run(tmp_path, "2:3", (ALL,), shards=10, samples=530, die=deaths, pause_s=0.03, epochs=4) as run:
         run.finish()
         done = [e for e in run.events() if e["event"] == "done"]
         assert len({e["sum"] for e in done}) == 1
@@ -188,9 +188,9 @@ def test_a_stream_is_read_exactly_once_whoever_dies_and_joins(tmp_path: Path) ->
         run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))
 
 
-def test_a_member_that_runs_out_of_memory_repeats_the_step_in_pieces(tmp_path: Path) -> None:
+def test_member_that_runs_out_of_memory_repeats_the_step_in_smaller_micro_batches(tmp_path: Path) -> None:
     # Of 21 or 22 samples three pieces fit; with learned shares it may be given 10, which do not, later on.
-    with staged(tmp_path, "3:3", fits={"local/1": 9}, shares="equal", pause_s=0.02, epochs=6) as run:
+    with checked_run(tmp_path, "3:3", fits={"local/1": 9}, shares="equal", pause_s=0.02, epochs=6) as run:
 
         def told() -> list[int]:
             found = [e["fields"] for e in run.journal("AdjustmentReported") if e["fields"]["what"] == "memory"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.faults.stage import Stage
+from tests.process.faults.checked_run import CheckedRun
 
 from shoal.core.data.rounds import RoundOrder
 
@@ -24,7 +24,7 @@ POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "af
 ALL = ("regroup_s=60",)
 
 
-class LocalStage(Stage):
+class LocalRun(CheckedRun):
     """A run in local mode, whose steps are rounds."""
 
     def __init__(self, path: Path, members: str, settings: tuple[str, ...] = (), **plan: Any) -> None:
@@ -46,34 +46,34 @@ class LocalStage(Stage):
 
 
 @contextlib.contextmanager
-def staged(path: Path, members: str, **how: Any) -> Iterator[LocalStage]:
-    stage = LocalStage(path, members, **how)
+def local_run(path: Path, members: str, **how: Any) -> Iterator[LocalRun]:
+    stage = LocalRun(path, members, **how)
     try:
         yield stage
     finally:
         stage.close()
 
 
-def test_a_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
+def test_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
     # Of eight rounds or more, in a batch in the middle of the round and, in every other one, in its first. With learned
     # shares somebody may have fewer batches than that.
     deaths = [
         {"member": f"local/{i}", "step": 2 + 2 * i, "point": point, "piece": i % 3} for i, point in enumerate(POINTS)
     ]
-    with staged(tmp_path, "2:5", settings=ALL, die=deaths, pause_s=0.02, epochs=8, shares="equal") as run:
+    with local_run(tmp_path, "2:5", settings=ALL, die=deaths, pause_s=0.02, epochs=8, shares="equal") as run:
         run.finish()
         run.check()
         killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
         assert len(killed) == len(POINTS)
 
 
-def test_a_kill_at_the_end_of_a_round_costs_no_sample(tmp_path: Path) -> None:
+def test_kill_at_the_end_of_a_round_costs_no_sample(tmp_path: Path) -> None:
     # With equal shares everybody has as many batches as a round has: the last one is number LENGTH - 1.
     deaths = [
         {"member": f"local/{i}", "step": 2 + 3 * i, "point": point, "piece": LENGTH - 1}
         for i, point in enumerate(("before the optimizer", "in the optimizer", "after"))
     ]
-    with staged(tmp_path, "2:3", settings=ALL, die=deaths, pause_s=0.02, epochs=8, shares="equal") as run:
+    with local_run(tmp_path, "2:3", settings=ALL, die=deaths, pause_s=0.02, epochs=8, shares="equal") as run:
         run.finish()
         run.check()
         killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
@@ -81,9 +81,9 @@ def test_a_kill_at_the_end_of_a_round_costs_no_sample(tmp_path: Path) -> None:
         assert len(killed) >= 2
 
 
-def test_joiners_take_the_state_and_the_outer_momentum_over(tmp_path: Path) -> None:
+def test_joining_members_receive_the_state_and_the_outer_momentum(tmp_path: Path) -> None:
     settings = ("outer.lr=0.7", "outer.momentum=0.5")
-    with staged(tmp_path, "1:4", settings=settings, pause_s=0.03, epochs=16) as run:
+    with local_run(tmp_path, "1:4", settings=settings, pause_s=0.03, epochs=16) as run:
         run.until_size(4)
         for name in ("local/0", "local/2", "local/3"):
             run.kill(name)
@@ -93,8 +93,8 @@ def test_joiners_take_the_state_and_the_outer_momentum_over(tmp_path: Path) -> N
         run.check()
 
 
-def test_a_notice_in_the_middle_of_a_round_is_heeded_at_its_end(tmp_path: Path) -> None:
-    with staged(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
+def test_notice_during_a_round_takes_effect_at_its_end(tmp_path: Path) -> None:
+    with local_run(tmp_path, "2:3", pause_s=0.03, epochs=12) as run:
         run.until_size(3)
         run.kill("local/1", signal.SIGTERM)
         run.finish()
@@ -103,8 +103,8 @@ def test_a_notice_in_the_middle_of_a_round_is_heeded_at_its_end(tmp_path: Path) 
         assert not broken, "a planned change broke a round"
 
 
-def test_a_stopped_run_is_resumed_at_the_exact_round_with_another_number_of_members(tmp_path: Path) -> None:
-    with staged(tmp_path, "3:3", settings=("outer.momentum=0.5",), pause_s=0.05, epochs=12) as run:
+def test_stopped_run_resumes_at_the_exact_round_with_another_number_of_members(tmp_path: Path) -> None:
+    with local_run(tmp_path, "3:3", settings=("outer.momentum=0.5",), pause_s=0.05, epochs=12) as run:
         run.until_step(3)
         name = run.shoal("ps")[0]["run"]
         run.shoal("stop", name)
@@ -118,7 +118,7 @@ def test_a_stopped_run_is_resumed_at_the_exact_round_with_another_number_of_memb
         run.check()
 
 
-def test_a_script_of_another_framework_has_no_rounds(tmp_path: Path) -> None:
+def test_unmodified_script_cannot_train_in_rounds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal.cli.main", "run", "--compat", "torchrun", "--sync", "local:2", __file__]
     environ = {**os.environ, "SHOAL_HOME": str(tmp_path)}
     refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)

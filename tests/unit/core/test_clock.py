@@ -59,7 +59,7 @@ def test_whoever_is_too_far_ahead_waits_and_knows_for_whom() -> None:
     assert isinstance(outcome, TicketGranted)
 
 
-def test_without_a_bound_nobody_waits() -> None:
+def test_no_trainer_waits_without_a_bound() -> None:
     ledger, _ = begin(ticket_ledger.join(TicketLedger(bound=None), "b", "1"), "b")
     for _ in range(8):
         ledger, outcome = begin(ledger, "a")

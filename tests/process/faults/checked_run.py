@@ -1,4 +1,4 @@
-"""A real `shoal run` of train.py under test, and what must hold of it whoever died."""
+"""A real `shoal run` of train.py under test, and what must hold of it whatever members died."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shoal.testing import run_under_test
 from shoal.testing.wait import TIMEOUT_S
 
 SCRIPT = Path(__file__).with_name("train.py")
-# Float64 and smooth activations: what is left is the order of summation, some 1e-16 a step, which training may enlarge
-# a little. A lost or repeated sample changes parameters by 1e-4 and more.
+# With float64 and smooth activations only the order of summation differs, about 1e-16 a step, which training may
+# enlarge a little. A lost or repeated sample changes parameters by 1e-4 and more.
 SUMMATION_ORDER = 1e-10
 
 
-class Stage(run_under_test.RunUnderTest):
-    """One run in a home of its own."""
+class CheckedRun(run_under_test.RunUnderTest):
+    """A run whose records are checked against those of one undisturbed process; `plan` is what train.py reads."""
 
     script = SCRIPT
 
@@ -32,10 +32,10 @@ class Stage(run_under_test.RunUnderTest):
         self.plan = plan
         super().__init__(path, self.script, members, settings, {"FAULTS": json.dumps(plan)})
 
-    # --- promises
+    # --- checks
 
     def check(self) -> None:
-        """Each sample once an epoch, one trajectory, one result, and the result is that of one undisturbed member."""
+        """Fail unless each sample counted once an epoch and all members have the result of one undisturbed member."""
         self.check_steps(self.order().total_steps)
         done = [e for e in self.events() if e["event"] == "done"]
         assert len({e["sum"] for e in done}) == 1, "members end with different states"
@@ -57,7 +57,7 @@ class Stage(run_under_test.RunUnderTest):
         for commit in self.commits():
             steps.setdefault(commit["step"], {}).setdefault(commit["world"], []).append(commit)
         for step in range(total):
-            assert step in steps, f"nobody recorded step {step}"
+            assert step in steps, f"no member recorded step {step}"
             for commits in steps[step].values():
                 assert len({c["sum"] for c in commits}) == 1, f"members differ after step {step}"
             self._check_samples(steps[step][max(steps[step])], order, step)
@@ -65,7 +65,7 @@ class Stage(run_under_test.RunUnderTest):
         assert entered == sorted(entered), "worlds went back"
 
     def _check_samples(self, commits: list[dict[str, Any]], order: SampleOrder, step: int) -> None:
-        """The last world that committed a step had each sample of it once; who died had no time to record its part."""
+        """Fail unless the last world that committed a step had each sample once; a dead member's may be missing."""
         batch = order.ids(step, 0, order.size_of(step)).tolist()
         seen = [i for c in commits for i in c["ids"]]
         assert len(seen) == len(set(seen)), f"a sample was counted twice in step {step}"
@@ -73,13 +73,13 @@ class Stage(run_under_test.RunUnderTest):
         if len(commits) == commits[0]["size"]:
             assert set(seen) == set(batch), f"step {step} lacks samples"
 
-    def check_parameters(self, mine: dict[str, torch.Tensor], steps: int | None = None) -> None:
+    def check_parameters(self, parameters: dict[str, torch.Tensor], steps: int | None = None) -> None:
         reference = self.alone(steps)
-        worst = max((mine[k] - reference[k]).abs().max().item() for k in mine)
+        worst = max((parameters[k] - reference[k]).abs().max().item() for k in parameters)
         assert worst < SUMMATION_ORDER, f"the parameters differ by {worst} from those of one undisturbed member"
 
     def alone(self, steps: int | None) -> dict[str, torch.Tensor]:
-        """The parameters after the same script, started by hand."""
+        """Return the parameters after the same script, run standalone."""
         out = self.records.with_name("alone")
         if not out.exists():
             out.mkdir()
@@ -89,14 +89,14 @@ class Stage(run_under_test.RunUnderTest):
             environ = {**os.environ, "RECORDS": str(out), "FAULTS": json.dumps(plan | {"steps": steps})}
             command = [sys.executable, str(self.script)]
             subprocess.run(command, env=environ, check=True, capture_output=True, timeout=4 * TIMEOUT_S)
-        found: dict[str, torch.Tensor] = torch.load(out / "final.pt", weights_only=True)
-        return found
+        parameters: dict[str, torch.Tensor] = torch.load(out / "final.pt", weights_only=True)
+        return parameters
 
 
 @contextlib.contextmanager
-def staged(path: Path, *args: Any, **kwargs: Any) -> Iterator[Stage]:
-    stage = Stage(path, *args, **kwargs)
+def checked_run(path: Path, *args: Any, **kwargs: Any) -> Iterator[CheckedRun]:
+    run = CheckedRun(path, *args, **kwargs)
     try:
-        yield stage
+        yield run
     finally:
-        stage.close()
+        run.close()

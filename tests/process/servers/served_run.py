@@ -1,4 +1,4 @@
-"""A run with servers under test: what its trainers recorded, and what must hold of it whoever died."""
+"""A run with servers under test, and what must hold of it whatever members died."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.process.faults.stage import Stage
+from tests.process.faults.checked_run import CheckedRun
 
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
@@ -21,8 +21,8 @@ from shoal.store import journal
 SCRIPT = Path(__file__).with_name("train.py")
 
 
-class Served(Stage):
-    """One run with `--sync`."""
+class ServedRun(CheckedRun):
+    """A run with parameter servers."""
 
     script = SCRIPT
 
@@ -33,19 +33,19 @@ class Served(Stage):
         return sorted(name for name in self.pids() if "server" in name)
 
     def placements(self) -> list[str]:
-        """All that was said of placements, oldest first."""
+        """Return the printed lines about placements, oldest first."""
         return [line for line in self.output.splitlines() if line.startswith("shoal: placement ")]
 
     def replicated(self) -> bool:
-        """Whether every part has a backup on another server that lives."""
-        told = self.placements()
-        last = told[-1].rpartition(" (")[0] if told else ""
+        """Return whether every part has a backup on another living server."""
+        lines = self.placements()
+        last = lines[-1].rpartition(" (")[0] if lines else ""
         return "copied to" not in last and 0 < last.count("backup") == last.count(";") + 1 and len(self.servers()) == 2
 
-    # --- promises
+    # --- checks
 
     def check_counts(self) -> None:
-        """Every shard has taken in every sample exactly once an epoch."""
+        """Fail unless every shard has applied every sample exactly once an epoch."""
         final = torch.load(self.records / "final.pt", weights_only=True)
         epochs = self.plan.get("epochs", 4)
         for name in ("counters.0", "counters.1"):
@@ -54,17 +54,17 @@ class Served(Stage):
         assert {e["step"] for e in self.events() if e["event"] == "done"} == {order.total_steps}
 
     def check_bound(self, bound: int) -> int:
-        """Nobody began a ticket while somebody who finished its own was more than `bound` behind; the most there was.
+        """Fail if a trainer began a ticket more than `bound` ahead of another; return the largest lead seen.
 
-        A ticket that was never finished does not count: whoever held it is gone, and nobody waits for the dead. Nor
-        does one whose holder was given up between asking for it and finishing it: nobody waited for that either, and
-        what it then pushes is too old, or known already.
+        Only finished tickets count: the holder of an unfinished one is dead and is not waited for. Nor does a ticket
+        count whose holder was dropped between requesting and finishing it: it was not waited for either, and what it
+        then pushed was stale or known already.
         """
         away = self._absences()
         held = [
             (member, clock, began, ended)
-            for member, clock, asked, began, ended in self._held()
-            if not any(who == member and since <= ended and asked <= until for who, since, until in away)
+            for member, clock, requested, began, ended in self._held()
+            if not any(who == member and since <= ended and requested <= until for who, since, until in away)
         ]
         most = 0
         for event in [e for e in self.events() if e["event"] == "begin"]:
@@ -76,13 +76,13 @@ class Served(Stage):
         return most
 
     def _absences(self) -> list[tuple[str, float, float]]:
-        """For whom the servers did not wait, from when until when, on the clock of the records.
+        """Return when the servers did not wait for a trainer, as (trainer, from, until) on the clock of the records.
 
-        The coordinator tells them whom it has given up, until that joins anew. Those who were not connected for a lease
-        they drop themselves.
+        The coordinator reports lost trainers, until they rejoin. Trainers that were not connected for a lease are
+        dropped by the servers themselves.
         """
         monotonic = time.monotonic() - time.time()
-        found = [(e["whom"], e["at"], e["at"]) for e in self.events() if e["event"] == "dropped"]
+        absences = [(e["whom"], e["at"], e["at"]) for e in self.events() if e["event"] == "dropped"]
         gone: dict[str, float] = {}
         state = CoordinatorState()
         for entry in journal.read(next(self.home.glob("coordinators/*/journal.jsonl"))):
@@ -91,33 +91,35 @@ class Served(Stage):
                 if isinstance(told, ev.AnnounceTrainerLost):
                     gone.setdefault(told.member, at)
             if isinstance(event, ev.MemberConnected) and event.member in gone:
-                found.append((event.member, gone.pop(event.member), at))
-        return found + [(member, since, math.inf) for member, since in gone.items()]
+                absences.append((event.member, gone.pop(event.member), at))
+        return absences + [(member, since, math.inf) for member, since in gone.items()]
 
     def _held(self) -> list[tuple[str, int, float, float, float]]:
-        """Tickets that were finished, as (trainer, clock, asked for, begun, finished)."""
+        """Return the finished tickets as (trainer, clock, requested, begun, finished)."""
         begun: dict[int, dict[str, Any]] = {}
-        asked: dict[int, float] = {}
+        requested: dict[int, float] = {}
         last: dict[int, float] = {}
-        found = []
+        tickets = []
         for event in self.events():
             pid, at = event["pid"], event["at"]
             if event["event"] == "begin":
-                begun[pid], asked[pid] = event, last.get(pid, at)
+                begun[pid], requested[pid] = event, last.get(pid, at)
             elif event["event"] == "commit" and begun.get(pid, {}).get("ticket") == event["ticket"]:
-                found.append((event["member"], begun[pid]["clock"], asked[pid], begun[pid]["at"], at))
+                tickets.append((event["member"], begun[pid]["clock"], requested[pid], begun[pid]["at"], at))
             last[pid] = at
-        return found
+        return tickets
 
     def loss(self) -> float:
-        """The mean loss of the last tickets."""
+        """Return the mean loss of the last tickets."""
         last = [e["loss"] for e in self.commits()[-8:]]
         return sum(last) / len(last)
 
 
 @contextlib.contextmanager
-def served(path: Path, members: str, sync: str, *settings: str, servers: int = 2, **plan: Any) -> Iterator[Served]:
-    run = Served(path, members, (f"sync={sync}", f"servers={servers}", *settings), **plan)
+def served_run(
+    path: Path, members: str, sync: str, *settings: str, servers: int = 2, **plan: Any
+) -> Iterator[ServedRun]:
+    run = ServedRun(path, members, (f"sync={sync}", f"servers={servers}", *settings), **plan)
     try:
         yield run
     finally:

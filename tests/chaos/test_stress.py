@@ -1,4 +1,4 @@
-"""Two hundred random faults in one run, after which everybody holds the same parameters and no sample is lost."""
+"""Two hundred random faults in one run, after which all members hold the same parameters and no sample is lost."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def coordinator_born_at(run: CheckedRun) -> float:
 
 
 def hurt(run: CheckedRun, dice: random.Random, doomed: set[int], stopped: list[tuple[float, int]]) -> bool:
-    """One fault, if the run can bear it: one member of the newest world is spared."""
+    """Inject one fault, if the run can bear it; spare one member of the newest world. Return whether it did."""
     alive = {name: pid for name, pid in run.pids().items() if pid not in doomed}
     newest = max((c["world"] for c in run.commits()), default=0)
     holders = {c["pid"] for c in run.commits()[-40:] if c["world"] == newest} & set(alive.values())
     kind = dice.choices(["kill", "two", "stop", "notice", "coordinator"], [10, 2, 2, 4, 1])[0]
     if kind == "coordinator" and time.monotonic() - coordinator_born_at(run) < REST_S:
-        return False  # one that keeps dying ends the run, and rightly so
+        return False  # a coordinator that keeps dying ends the run
     if kind == "coordinator":
         with contextlib.suppress(StopIteration):  # it is being started again
             run.service_process("coordinator").kill()
@@ -53,9 +53,9 @@ def hurt(run: CheckedRun, dice: random.Random, doomed: set[int], stopped: list[t
     return True
 
 
-def wake(doomed: set[int], stopped: list[tuple[float, int]], everybody: bool = False) -> None:
+def wake(doomed: set[int], stopped: list[tuple[float, int]], all_members: bool = False) -> None:
     for item in list(stopped):
-        if everybody or time.monotonic() > item[0]:
+        if all_members or time.monotonic() > item[0]:
             stopped.remove(item)
             if psutil.pid_exists(item[1]):
                 os.kill(item[1], signal.SIGCONT)
@@ -75,7 +75,7 @@ def test_two_hundred_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> No
             done += hurt(run, dice, doomed, stopped)
             time.sleep(dice.uniform(0.05, 0.6))
             wake(doomed, stopped)
-        wake(doomed, stopped, everybody=True)
+        wake(doomed, stopped, all_members=True)
         assert run.process.poll() is None, run.output[-6000:]
         assert done == FAULTS, f"only {done} faults in {LIMIT_S:.0f} s"
         run.shoal("stop", run.shoal("ps")[0]["run"])
@@ -85,9 +85,9 @@ def test_two_hundred_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> No
 
 
 def check_all(run: CheckedRun) -> None:
-    """The checkpoint that the stop left holds the parameters of one undisturbed member after the same steps."""
-    found = checkpoint.read(open_store(str(next(run.home.glob("coordinators/*/runs/*/checkpoints")))))
-    steps = found.entry.step
+    """Fail unless the last checkpoint holds the parameters of one undisturbed member after the same steps."""
+    saved = checkpoint.read(open_store(str(next(run.home.glob("coordinators/*/runs/*/checkpoints")))))
+    steps = saved.entry.step
     assert steps == run.step() + 1
     run.check_steps(steps)
-    run.check_parameters(state.read(found.header, found.buffers)["model"], steps)
+    run.check_parameters(state.read(saved.header, saved.buffers)["model"], steps)

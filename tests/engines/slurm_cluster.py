@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from shoal.testing.wait import until
+
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 NODES = ("n1", "n2", "n3", "n4")
 WAIT_LIMIT_S = 60.0
@@ -185,11 +187,7 @@ class Cluster:
         return dict(line.split() for line in lines if line)
 
     def until(self, ready: Callable[[], object], what: str, within_s: float = WAIT_LIMIT_S) -> None:
-        deadline = time.monotonic() + within_s
-        while not ready():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited {within_s:g} s for {what}\n{self.log()}")
-            time.sleep(0.1)
+        until(ready, what, within_s, details=self.log, poll_s=0.1)
 
     def log(self) -> str:
         return "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted((self.root / "log").glob("*.log")))

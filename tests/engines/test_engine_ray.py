@@ -23,6 +23,7 @@ from shoal.engines.ray.engine import DRIVER, Ray, RayOptions
 from shoal.errors import AllocationRefused, EngineUnreachable
 from shoal.testing import engine_conformance as suite
 from shoal.testing.engine_conformance import SCENARIOS, EngineSite
+from shoal.testing.wait import until
 from shoal.wire.credentials import Credentials
 
 pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal-train[ray]'")
@@ -253,13 +254,6 @@ def test_nothing_that_an_allocation_started_outlives_it(lone: Lone, how: str) ->
 def started(command: str) -> list[psutil.Process]:
     """Return the processes with this command line."""
     return [one for one in psutil.process_iter(["cmdline"]) if " ".join(one.info["cmdline"] or ()) == command]
-
-
-def until(holds: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.05)
 
 
 def test_allocation_of_a_dead_process_is_found_and_not_started_twice(lone: Lone) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from shoal.core.placement import LEDGER, PartAssignment, Placement
 from shoal.core.world import Seat
 from shoal.settings import RunSettings
+from shoal.testing.wait import until
 from shoal.wire.credentials import Credentials
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session.coordinator_client import CoordinatorClient
 from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.session import MemberExit
 from shoal.worker.transport.peers import Peers
-
-PATIENCE_S = 120.0
 
 
 class Silent:
@@ -94,16 +92,13 @@ def town(
     for thread in threads.values():
         thread.start()
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(one.is_waiting for one in (*served, *trained)) and not failures:
-            assert time.monotonic() < deadline, "not all of them got ready"
-            time.sleep(0.01)
+        until(lambda: failures or all(one.is_waiting for one in (*served, *trained)), "all members to be ready")
         placement = _placement(served)
         for one in (*served, *trained):
             one.place(placement)
-        while any(threads[one.me].is_alive() for one in trained) and not failures:
-            assert time.monotonic() < deadline, "it takes too long"
-            time.sleep(0.01)
+        until(
+            lambda: failures or not any(threads[one.me].is_alive() for one in trained), "the trainers to finish", 180.0
+        )
     finally:
         for one in (*served, *trained):
             one.end()

@@ -1,4 +1,4 @@
-"""In exact mode no bit of the parameters depends on how many members there are, or on what each of them computes."""
+"""Exact mode: no bit of the parameters depends on the number of members or on their shares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dataset() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
 
 
-# Members are threads here and share one random generator: only one may build its model at a time.
+# Members are threads here and share a random generator, so only one at a time may build its model.
 BUILDING = threading.Lock()
 
 
@@ -107,15 +107,15 @@ def train(
     return body
 
 
-def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    for key in one:
-        assert one[key].numpy().tobytes() == other[key].numpy().tobytes(), key
+def same_bits(actual: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for key in actual:
+        assert actual[key].numpy().tobytes() == other[key].numpy().tobytes(), key
 
 
-def check(count: int, shares: str = "equal", ghosts: tuple[int, ...] = (), **how: Any) -> None:
+def check(count: int, shares: str = "equal", catching_up: tuple[int, ...] = (), **how: Any) -> None:
     alone = together(1, train(**how))[0]
-    for found in together(count, train(shares=shares, **how), ghosts):
-        same_bits(found, alone)
+    for state in together(count, train(shares=shares, **how), catching_up):
+        same_bits(state, alone)
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
@@ -131,9 +131,9 @@ def test_result_is_bitwise_equal_for_any_split(weights: list[int], shards: int) 
 
 
 def test_result_differs_without_exact_mode() -> None:
-    one = together(1, train(exact=None, build=normed))[0]
+    single = together(1, train(exact=None, build=normed))[0]
     two = together(3, train(exact=None, build=normed))[0]
-    assert any(one[key].numpy().tobytes() != two[key].numpy().tobytes() for key in one)
+    assert any(single[key].numpy().tobytes() != two[key].numpy().tobytes() for key in single)
 
 
 def test_some_members_have_no_shard_if_there_are_more_members_than_shards() -> None:
@@ -142,9 +142,9 @@ def test_some_members_have_no_shard_if_there_are_more_members_than_shards() -> N
 
 def test_batchnorm_normalises_each_shard_and_its_statistics_are_exact_too() -> None:
     check(3, build=normed, shares="fixed:1,2,3")
-    found = together(2, train(build=normed))[0]
-    assert int(found["1.num_batches_tracked"]) == 8, "one step counts once, however many shards it has"
-    assert found["1.running_var"].min() > 0
+    state = together(2, train(build=normed))[0]
+    assert int(state["1.num_batches_tracked"]) == 8, "a step was counted once per shard"
+    assert state["1.running_var"].min() > 0
 
 
 def test_fractional_weights_are_summed_exactly() -> None:
@@ -237,8 +237,8 @@ def test_setting_enables_exact_mode_and_the_script_can_disable_it() -> None:
 
         return body
 
-    asked = together(1, train())[0]
-    same_bits(together(2, set_to(SHARDS, {"exact": None}))[0], asked)
+    expected = together(1, train())[0]
+    same_bits(together(2, set_to(SHARDS, {"exact": None}))[0], expected)
     same_bits(together(1, set_to(SHARDS, {"exact": 0}))[0], together(1, train(exact=None))[0])
 
 
@@ -264,7 +264,7 @@ def test_sum_of_weights_is_independent_of_their_order(weights: list[float], seed
     exact = [exact_weight(weight) for weight in weights]
     shuffled = random.Random(seed).sample(exact, len(exact))
     assert sum(shuffled) == sum(exact)
-    assert all(abs(one - other) < 1e-6 for one, other in zip(exact, weights, strict=True))
+    assert all(abs(rounded - weight) < 1e-6 for rounded, weight in zip(exact, weights, strict=True))
     assert exact_weight(12_345.0) == 12_345.0
 
 
@@ -276,7 +276,7 @@ def test_repeated_step_is_bitwise_equal() -> None:
     failed: list[int] = []
 
     def fail_once(run: Run) -> None:
-        # as when a world breaks between two shards: the step begins anew, with what the buffers were at its start
+        # As if the world broke between two shards: the step starts over with the buffers it began with.
         if run.step == 2 and run._trainer.current.index == 3 and not failed:
             failed.append(run.step)
             run._trainer.current.discarded = True

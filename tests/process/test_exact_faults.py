@@ -25,7 +25,7 @@ SAMPLES, BATCH, SHARDS = 500, 64, 16
 
 
 def main() -> None:
-    """What a member does; FAULTS says when it kills itself, RECORDS where it writes what it did."""
+    """Train as a member; FAULTS says when it kills itself, RECORDS where it writes its records."""
     plan, out = json.loads(os.environ.get("FAULTS", "{}")), Path(os.environ["RECORDS"])
     run = shoal.join()
     me = run.member.replace("/", "-")
@@ -68,8 +68,8 @@ def main() -> None:
 
 
 def check(run: Any) -> None:
-    """Every member had the same bits after every step as one that was alone, and so has the saved model."""
-    mine = torch.load(run.records / "final.pt", weights_only=True)
+    """Fail unless every member and the saved model are bitwise equal to a standalone process after every step."""
+    saved = torch.load(run.records / "final.pt", weights_only=True)
     theirs = run.alone(None)
     alone = {}
     for file in run.records.with_name("alone").glob("*.jsonl"):
@@ -80,7 +80,7 @@ def check(run: Any) -> None:
         where = f"{commit['member']} in world {commit['world']} of {commit['size']}"
         assert commit["sum"] == alone[commit["step"]], f"{where} has other bits after step {commit['step']}"
     assert {e["step"] for e in run.commits()} == set(alone)
-    assert all(mine[key].numpy().tobytes() == theirs[key].numpy().tobytes() for key in theirs)
+    assert all(saved[key].numpy().tobytes() == theirs[key].numpy().tobytes() for key in theirs)
 
 
 def exact_run(path: Path, members: str, settings: tuple[str, ...] = (), **plan: Any) -> Any:
@@ -95,7 +95,7 @@ def exact_run(path: Path, members: str, settings: tuple[str, ...] = (), **plan: 
 def test_kill_at_any_point_of_a_step_keeps_the_result_bitwise_equal(tmp_path: Path) -> None:
     points = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
     deaths = [{"member": f"local/{i % 4}", "step": 4 + 5 * i, "point": p} for i, p in enumerate(points[:4])]
-    # Who comes late to the first world is not there in the step that it is to die in.
+    # A member that is late for the first world would miss the step in which it is to die.
     with exact_run(tmp_path, "2:4", ("regroup_s=60",), die=deaths, pause_s=0.03, epochs=5) as run:
         run.finish()
         check(run)

@@ -33,9 +33,9 @@ def imported(module: str, gone: str) -> str:
 
 @pytest.mark.parametrize(("module", "gone"), [("torch", "torch"), ("keras", "keras")])
 def test_missing_framework_is_named_with_the_remedy(module: str, gone: str) -> None:
-    told = imported(module, gone)
-    assert f"error[S324] {gone} is not installed in this Python" in told
-    assert f"pip install 'shoal-train[{module}]'" in told
+    output = imported(module, gone)
+    assert f"error[S324] {gone} is not installed in this Python" in output
+    assert f"pip install 'shoal-train[{module}]'" in output
 
 
 def test_other_missing_module_is_not_reported_as_a_framework() -> None:

@@ -1,4 +1,4 @@
-"""Local training: members step for themselves in a round, and have one state after it."""
+"""Local training: members take steps of their own during a round and have actual state after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 torch.set_num_threads(1)
 F64 = torch.float64
 SAMPLES, SIZE = 96, 24
-# Members are threads here and share one random generator: only one may build its model at a time.
+# Members are threads here and share a random generator, so only actual at a time may build its model.
 BUILDING = threading.RLock()
 
 
@@ -54,7 +54,7 @@ def plain(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Seen:
-    """What one member saw of a run."""
+    """Records of actual member."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, torch.Tensor]] = []
@@ -83,7 +83,7 @@ def train(
         session.settings = msgspec.structs.replace(session.settings, **settings)
         run, seen, model = Run(session, "test", "unused"), Seen(), mlp(batchnorm)
         prepare(model)
-        session.exchange.barrier()  # a step seeds the generator that others may still be building with
+        session.exchange.barrier()  # a step seeds the generator that other members may still use
         optimizer = make(model.parameters())
         scheduler = schedule(optimizer) if schedule else None
         scaled = torch.amp.GradScaler("cpu", init_scale=8.0) if scaler else None
@@ -116,13 +116,13 @@ def train(
     return body
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], within: float) -> None:
-    for key in one:
-        assert torch.allclose(one[key].double(), other[key].double(), rtol=0, atol=within), key
+def same(actual: dict[str, torch.Tensor], other: dict[str, torch.Tensor], within: float) -> None:
+    for key in actual:
+        assert torch.allclose(actual[key].double(), other[key].double(), rtol=0, atol=within), key
 
 
-def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return any(not torch.allclose(one[k], other[k], rtol=0, atol=1e-6) for k in one)
+def differ(actual: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.allclose(actual[k], other[k], rtol=0, atol=1e-6) for k in actual)
 
 
 def each_sample_once_an_epoch(members: list[Seen], epochs: int = 2) -> None:
@@ -135,8 +135,8 @@ def test_rounds_of_one_batch_with_plain_averaging_equal_steps(count: int) -> Non
     stepped = together(count, train("step", shares="equal"))[0]
     local = together(count, train("local:1", shares="equal"))
     assert len(stepped.rounds) == len(local[0].rounds)
-    for one, other in zip(stepped.rounds, local[0].rounds, strict=True):
-        same(one, other, within=1e-13)
+    for actual, other in zip(stepped.rounds, local[0].rounds, strict=True):
+        same(actual, other, within=1e-13)
 
 
 def by_number(ids: torch.Tensor) -> float:
@@ -145,7 +145,7 @@ def by_number(ids: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("weigh", [None, by_number])
 def test_members_are_averaged_by_samples_or_weights(weigh: Callable[[torch.Tensor], float] | None) -> None:
-    # Shares of 16 and 8 are one batch each.
+    # Shares of 16 and 8 are actual batch each.
     stepped, local = (together(2, train(sync, shares="fixed:2,1", weigh=weigh))[0] for sync in ("step", "local:1"))
     same(stepped.end, local.end, within=1e-13)
 
@@ -172,7 +172,7 @@ def test_momentum_carries_over_from_round_to_round() -> None:
     still, moving = (together(2, train("local:2", outer=(0.7, m)))[0] for m in (0.0, 0.9))
     assert differ(still.rounds[0], moving.rounds[0])
     start = dict(mlp().named_parameters())
-    # Nesterov's first step is (1 + momentum) times as long as the plain one.
+    # Nesterov's first step is (1 + momentum) times as long as the plain actual.
     for key, value in start.items():
         plain_step, nesterov = still.rounds[0][key] - value, moving.rounds[0][key] - value
         assert torch.allclose(nesterov, 1.9 * plain_step, rtol=1e-9, atol=1e-12)
@@ -246,9 +246,9 @@ def test_batch_that_does_not_fit_into_memory_is_computed_in_micro_batches(where:
         if where == "forward" and torch.is_grad_enabled():
             check(len(inputs[0]))
 
-    def backward(_model: Any, _inputs: Any, found: torch.Tensor) -> None:
-        if where == "backward" and found.requires_grad:
-            found.register_hook(lambda gradient: check(len(gradient)))
+    def backward(_model: Any, _inputs: Any, output: torch.Tensor) -> None:
+        if where == "backward" and output.requires_grad:
+            output.register_hook(lambda gradient: check(len(gradient)))
 
     def small(session: FixedWorldSession) -> Seen:
         def hook(model: torch.nn.Module) -> None:
@@ -296,7 +296,7 @@ def test_scaler_scales_the_gradients_of_each_member() -> None:
     together(3, train("local:2", scaler=True), catching_up=(2,))
 
 
-# --- what cannot be done
+# --- unsupported features
 
 
 def a_run(session: FixedWorldSession) -> tuple[Run, torch.nn.Module, torch.optim.Optimizer]:
@@ -335,11 +335,11 @@ def test_batch_without_optimizer_step_is_refused(step: int) -> None:
             together(1, body)
 
 
-# --- rounds that do not commit
+# --- uncommitted rounds
 
 
 class Breaking(FixedWorldSession):
-    """A session whose world breaks when it is told to, and is there again at the next turn."""
+    """A session whose world breaks on request and is whole again at the next step."""
 
     broken = False
     broke = 0
@@ -370,7 +370,7 @@ def test_uncommitted_round_leaves_no_trace(at: int, sync: str) -> None:
             scaler.unscale_(optimizer)
             if left and number == at:
                 left = False
-                session.fail(ExchangeBroken("told to"))
+                session.fail(ExchangeBroken("on request"))
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
@@ -380,9 +380,9 @@ def test_uncommitted_round_leaves_no_trace(at: int, sync: str) -> None:
     def member(session: FixedWorldSession, breaks: bool) -> str:
         session.settings = msgspec.structs.replace(session.settings, sync=sync, outer_momentum=0.9)
         session.__class__ = Breaking
-        found = body(session, breaks)
+        returned = body(session, breaks)
         assert session.broke == int(breaks)
-        return found
+        return returned
 
     undisturbed = together(1, lambda session: member(session, False))[0]
     disturbed = together(1, lambda session: member(session, True))[0]

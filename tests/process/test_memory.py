@@ -1,4 +1,4 @@
-"""A member that runs out of memory computes in smaller pieces and repeats the step; nothing is lost."""
+"""A member that runs out of memory repeats the step in smaller micro-batches; nothing is lost."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Hungry(torch.nn.Module):
     def forward(self, x):
         if self.where == "forward":
             self._check(len(x))
-        found = self.layer(x)
-        if self.where == "backward" and found.requires_grad:
-            found.register_hook(lambda gradient: self._check(len(gradient)))
+        output = self.layer(x)
+        if self.where == "backward" and output.requires_grad:
+            output.register_hook(lambda gradient: self._check(len(gradient)))
         self.seen.append(len(x))
-        return found
+        return output
 
     def _check(self, samples: int) -> None:
         if samples > self.fits:
@@ -60,20 +60,20 @@ def train(session, fits=10**9, where="forward", shares="equal"):
 @pytest.mark.parametrize("fits", [11, 5, 1])
 def test_single_member_halves_its_micro_batches_until_they_fit(where, fits):
     ((expected, _, _),) = together(1, train)
-    ((found, micro, _),) = together(1, lambda session: train(session, fits, where))
+    ((weights, micro, _),) = together(1, lambda session: train(session, fits, where))
     assert micro is not None
     assert micro <= fits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_other_members_only_wait_for_the_one_out_of_memory():
     expected = together(3, train)
-    found = together(3, lambda session: train(session, fits=3))
-    assert [micro for _, micro, _ in found] == [2, None, None]
-    torch.testing.assert_close(found[0][0], expected[0][0], rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(weights, found[0][0]) for weights, _, _ in found)
-    # Whoever has enough memory sees every step once.
-    assert [step for step, _ in found[1][2]] == list(range(2 * SAMPLES // BATCH))
+    results = together(3, lambda session: train(session, fits=3))
+    assert [micro for _, micro, _ in results] == [2, None, None]
+    torch.testing.assert_close(results[0][0], expected[0][0], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(weights, results[0][0]) for weights, _, _ in results)
+    # Members with enough memory see every step once.
+    assert [step for step, _ in results[1][2]] == list(range(2 * SAMPLES // BATCH))
 
 
 def test_error_is_raised_if_a_single_sample_does_not_fit():

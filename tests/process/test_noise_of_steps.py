@@ -1,4 +1,4 @@
-"""The noise scale that a run shows is that of its gradients, however its batch is shared out."""
+"""The noise scale of a run is that of its gradients for any split of the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _fields(settings):
 
 
 def truth():
-    """Per-sample gradients of the same data, exactly."""
+    """Return variance and squared norm of the per-sample gradients of the same data, exactly."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(STEPS * BATCH, WIDTH, generator=generator).double()
     y = x @ torch.full((WIDTH,), 0.5).double() + 2.0 * torch.randn(len(x), generator=generator).double()
@@ -46,23 +46,23 @@ def truth():
 
 @pytest.mark.parametrize("shares", ["equal", "fixed:17,4,3"])
 def test_members_estimate_the_same_unbiased_noise(shares):
-    found = together(3, lambda session: train(session, shares))
-    assert len(set(found)) == 1
+    estimates = together(3, lambda session: train(session, shares))
+    assert len(set(estimates)) == 1
     variance, signal = truth()
-    assert found[0][0] == pytest.approx(variance, rel=0.1)
-    assert found[0][1] == pytest.approx(signal, rel=0.2)
+    assert estimates[0][0] == pytest.approx(variance, rel=0.1)
+    assert estimates[0][1] == pytest.approx(signal, rel=0.2)
 
 
 def test_single_member_compares_the_halves_of_its_batch():
-    (found,) = together(1, lambda session: train(session, micro=8))
+    (estimates,) = together(1, lambda session: train(session, micro=8))
     variance, signal = truth()
-    assert found[0] == pytest.approx(variance, rel=0.2)
-    assert found[1] == pytest.approx(signal, rel=0.3)
+    assert estimates[0] == pytest.approx(variance, rel=0.2)
+    assert estimates[1] == pytest.approx(signal, rel=0.3)
 
 
 def test_an_adaptive_optimizer_is_measured_in_its_own_metric():
-    found = together(2, lambda session: train(session, optimizer=torch.optim.Adam))
-    assert len(set(found)) == 1
-    variance, signal = found[0]
+    estimates = together(2, lambda session: train(session, optimizer=torch.optim.Adam))
+    assert len(set(estimates)) == 1
+    variance, signal = estimates[0]
     # Each of the WIDTH preconditioned coordinates has about unit second moment in a whole batch.
     assert 0.3 * WIDTH < signal + variance / BATCH < 3.0 * WIDTH

@@ -1,4 +1,4 @@
-"""SIGTERM to a member, as an agent sends it, and as those send it who end a whole job."""
+"""SIGTERM to a member: from its agent, and from a system that ends a whole job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the split, a step computes the gradient of the whole global batch, for every feature that we claim."""
+"""A step computes the gradient of the whole global batch for any split, with every feature that we claim."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dataset(count: int = 96) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
 
 
-# Members are threads here and share one random generator: only one may build its model at a time.
+# Members are threads here and share a random generator, so only actual at a time may build its model.
 BUILDING = threading.RLock()
 
 
@@ -63,7 +63,7 @@ def train(
         run = Run(session, "test", "unused")
         with BUILDING:
             model = prepare(run, build())
-        session.exchange.barrier()  # a step seeds the generator that others may still be building with
+        session.exchange.barrier()  # a step seeds the generator that other members may still use
         optimizer = make(model.parameters())
         run.attach(model, optimizer)
         for x, y in run.batches(dataset(), size=size, epochs=epochs, shares=shares, micro=micro):
@@ -76,20 +76,20 @@ def train(
     return body
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], within: float = 1e-12) -> None:
-    assert one.keys() == other.keys()
-    for key in one:
-        assert torch.allclose(one[key].double(), other[key].double(), rtol=0, atol=within), key
+def same(actual: dict[str, torch.Tensor], other: dict[str, torch.Tensor], within: float = 1e-12) -> None:
+    assert actual.keys() == other.keys()
+    for key in actual:
+        assert torch.allclose(actual[key].double(), other[key].double(), rtol=0, atol=within), key
 
 
 def check(count: int, within: float = 1e-12, **how: Any) -> list[dict[str, torch.Tensor]]:
     build = how.pop("build", mlp)
     alone = together(1, train(build, **{**how, "shares": "equal"}))[0]
-    found = together(count, train(build, **how))
-    for other in found[1:]:
-        same(found[0], other, within=0.0)
-    same(found[0], alone, within)
-    return found
+    results = together(count, train(build, **how))
+    for other in results[1:]:
+        same(results[0], other, within=0.0)
+    same(results[0], alone, within)
+    return results
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -148,12 +148,12 @@ def test_frozen_parameters_do_not_change() -> None:
         model[0].weight.requires_grad_(False)
         return model
 
-    found = check(2, build=build)
-    assert torch.equal(found[0]["0.weight"], mlp().state_dict()["0.weight"])
+    results = check(2, build=build)
+    assert torch.equal(results[0]["0.weight"], mlp().state_dict()["0.weight"])
 
 
 class Choosing(torch.nn.Module):
-    """Uses one branch or the other, depending on the data; a third is never used."""
+    """Uses actual branch or the other, depending on the data; a third is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,19 +175,19 @@ def test_parameters_used_by_some_members_get_the_gradient_of_all() -> None:
 
 
 def test_unused_parameters_have_no_gradient_and_do_not_decay() -> None:
-    found = check(2, build=Choosing, make=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.5))
-    assert torch.equal(found[0]["never.weight"], Choosing().state_dict()["never.weight"])
+    results = check(2, build=Choosing, make=lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.5))
+    assert torch.equal(results[0]["never.weight"], Choosing().state_dict()["never.weight"])
 
 
 class Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.one, self.two = torch.nn.Linear(8, 8).double(), torch.nn.Linear(8, 8).double()
-        self.two.weight = self.one.weight
+        self.first, self.second = torch.nn.Linear(8, 8).double(), torch.nn.Linear(8, 8).double()
+        self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.two(torch.tanh(self.one(x)))).sum(1, keepdim=True)
+        return torch.tanh(self.second(torch.tanh(self.first(x)))).sum(1, keepdim=True)
 
 
 def test_shared_weights_are_counted_once() -> None:
@@ -248,12 +248,12 @@ def test_scaler_skips_an_overflow_on_all_members_and_the_step_counts() -> None:
             optimizer.zero_grad()
         return scaler.get_scale(), run.step, {k: v.clone() for k, v in model.state_dict().items()}
 
-    one, two = together(2, body)
-    assert one[:2] == two[:2]
-    assert one[1] == 4
-    assert one[0] == 2.0**8, "halved once by the overflow, doubled once by growth"
-    same(one[2], two[2], within=0.0)
-    assert all(torch.isfinite(v).all() for v in one[2].values())
+    first, second = together(2, body)
+    assert first[:2] == second[:2]
+    assert first[1] == 4
+    assert first[0] == 2.0**8, "halved once by the overflow, doubled once by growth"
+    same(first[2], second[2], within=0.0)
+    assert all(torch.isfinite(v).all() for v in first[2].values())
 
 
 def test_bfloat16_parameters_and_autocast_stay_equal_on_all_members() -> None:
@@ -261,8 +261,8 @@ def test_bfloat16_parameters_and_autocast_stay_equal_on_all_members() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return torch.nn.functional.mse_loss(model(x.float()), y.float())
 
-    found = together(3, train(lambda: mlp().float(), loss=loss))
-    same(found[0], found[1], within=0.0)
+    results = together(3, train(lambda: mlp().float(), loss=loss))
+    same(results[0], results[1], within=0.0)
     low = together(
         3,
         train(lambda: mlp().to(torch.bfloat16), loss=lambda m, x, y: (m(x.bfloat16()) - y.bfloat16()).square().mean()),
@@ -277,10 +277,10 @@ def normed() -> torch.nn.Module:
 
 
 def test_plain_batchnorm_normalises_each_share_and_keeps_one_average_of_statistics() -> None:
-    found = together(3, train(normed, shares="fixed:1,2,3"))
-    for other in found[1:]:
-        same(found[0], other, within=0.0)
-    assert int(found[0]["1.num_batches_tracked"]) == 8
+    results = together(3, train(normed, shares="fixed:1,2,3"))
+    for other in results[1:]:
+        same(results[0], other, within=0.0)
+    assert int(results[0]["1.num_batches_tracked"]) == 8
 
 
 def test_synchronised_batchnorm_trains_like_one_member() -> None:
@@ -309,10 +309,10 @@ def test_newcomer_catches_up_while_the_others_continue(late_s: float) -> None:
 
     alone = together(1, body)[0]
     shares[0].clear()
-    found = together(3, body, catching_up=(2,))
-    for each in found:
+    results = together(3, body, catching_up=(2,))
+    for each in results:
         same(each, alone, within=1e-10)
-    assert shares[2][0] == 0, "the newcomer was expected to compute before it could"
+    assert shares[2][0] == 0, "the newcomer had a share before it had the state"
     assert shares[2][-1] == 8, "the newcomer never got a share"
     assert [sum(step) for step in zip(*shares.values(), strict=True)] == [24] * 40
 
@@ -398,8 +398,8 @@ def test_step_of_weight_zero_leaves_the_running_statistics_alone() -> None:
             optimizer.step()
         return model[1].running_var.clone()
 
-    for found in together(2, body):
-        assert (found == 1).all()
+    for results in together(2, body):
+        assert (results == 1).all()
 
 
 def test_no_share_is_a_single_sample_with_batchnorm() -> None:

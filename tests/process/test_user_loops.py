@@ -1,4 +1,4 @@
-"""Loops as people write them compute, with two members, what they compute in one process, or are told why not."""
+"""Training loops as users write them: two members compute what one process computes, or the error says why not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 torch.set_num_threads(1)
 F64 = torch.float64
-# Members are threads here and share one random generator: only one may build its model at a time.
+# Members are threads here and share a random generator, so only one at a time may build its model.
 BUILDING = threading.RLock()
 State = dict[str, torch.Tensor]
 Body = Callable[[Run, Any], Any]
@@ -37,7 +37,7 @@ def mlp() -> Any:
 
 
 def members(count: int, loop: Body, build: Callable[[], Any] = mlp, sync: str = "step") -> list[tuple[State, Any]]:
-    """What each of so many members has in the end: the state of its model, and what the loop returned."""
+    """Return for each member the final state of its model and what the loop returned."""
 
     def body(session: FixedWorldSession) -> tuple[State, Any]:
         session.settings = msgspec.structs.replace(session.settings, sync=sync)
@@ -46,23 +46,23 @@ def members(count: int, loop: Body, build: Callable[[], Any] = mlp, sync: str = 
             torch.manual_seed(2)
             model = build()
         if count > 1:
-            session.exchange.barrier()  # a step seeds the generator that others may still be building with
-        found = loop(run, model)
-        return {key: value.detach().clone() for key, value in model.state_dict().items()}, found
+            session.exchange.barrier()  # a step seeds the generator that other members may still use
+        returned = loop(run, model)
+        return {key: value.detach().clone() for key, value in model.state_dict().items()}, returned
 
     return together(count, body)
 
 
-def apart(one: State, other: State) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[key].double() - other[key].double()).abs().max()) for key in one)
+def difference(actual: State, expected: State) -> float:
+    assert actual.keys() == expected.keys()
+    return max(float((actual[key].double() - expected[key].double()).abs().max()) for key in actual)
 
 
 def check(loop: Body, build: Callable[[], Any] = mlp, within: float = 1e-12) -> None:
-    """Two members end up with the same, and with what one has."""
+    """Fail unless two members end with the same state, that of one member."""
     (alone, _), ((first, _), (second, _)) = members(1, loop, build)[0], members(2, loop, build)
-    assert apart(first, second) == 0.0
-    assert apart(first, alone) <= within
+    assert difference(first, second) == 0.0
+    assert difference(first, alone) <= within
 
 
 def sgd(run: Run, model: Any, lr: float = 0.1) -> torch.optim.Optimizer:
@@ -71,7 +71,7 @@ def sgd(run: Run, model: Any, lr: float = 0.1) -> torch.optim.Optimizer:
     return optimizer
 
 
-# --- gradients between the pieces of a step
+# --- gradients between the micro-batches of a step
 
 
 def clipped(micro: int | None) -> Body:
@@ -135,13 +135,13 @@ def test_micro_batches_make_the_same_step_as_the_whole_share(
     loop: Callable[[int | None], Body], build: Callable[[], Any], count: int
 ) -> None:
     whole = members(1, loop(None), build)[0][0]
-    for found, _ in members(count, loop(1), build):
-        assert apart(found, whole) <= 1e-12
+    for state, _ in members(count, loop(1), build):
+        assert difference(state, whole) <= 1e-12
 
 
 def test_micro_batches_make_the_same_local_step_as_the_whole_batch() -> None:
     whole = members(2, clipped(None), sync="local:2")[0][0]
-    assert apart(members(2, clipped(1), sync="local:2")[1][0], whole) <= 1e-12
+    assert difference(members(2, clipped(1), sync="local:2")[1][0], whole) <= 1e-12
 
 
 def test_gradients_without_an_optimizer_do_not_accumulate() -> None:
@@ -188,17 +188,17 @@ def test_share_of_weight_zero_adds_nothing_even_if_its_loss_is_nan() -> None:
 
 def test_scaler_steps_several_optimizers() -> None:
     def loop(run: Run, model: Any) -> int:
-        one, two = torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)
+        first, second = torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        run.attach(model, one, two, scaler)
+        run.attach(model, first, second, scaler)
         for x, y in run.batches(dataset(), size=24, shares="equal"):
             run.backward(scaler.scale(mse(model(x), y)))
-            scaler.unscale_(one)
-            scaler.step(one)
-            scaler.step(two)
+            scaler.unscale_(first)
+            scaler.step(first)
+            scaler.step(second)
             scaler.update()
-            one.zero_grad()
-            two.zero_grad()
+            first.zero_grad()
+            second.zero_grad()
         return run.step
 
     check(loop, within=1e-9)
@@ -217,7 +217,7 @@ def test_optimizer_of_parameters_outside_the_model_is_refused() -> None:
 
 
 class Counter:
-    """Has a state, and is neither an optimizer nor a scheduler."""
+    """Object with a state that is neither an optimizer nor a scheduler."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -256,7 +256,7 @@ def test_object_without_state_cannot_be_attached() -> None:
         members(1, loop)
 
 
-# --- what comes before the loop, and in what order
+# --- before the loop
 
 
 def test_metric_logged_before_the_step_is_shown_after_the_commit() -> None:
@@ -293,11 +293,11 @@ def test_step_outside_the_loop_is_refused_but_a_schedule_can_be_set_there() -> N
 
 def test_step_with_only_some_optimizers_is_reported() -> None:
     def loop(run: Run, model: Any) -> None:
-        one, two = (torch.optim.SGD(model[index].parameters(), 0.1) for index in (0, 2))
-        run.attach(model, one, two)
+        first, second = (torch.optim.SGD(model[index].parameters(), 0.1) for index in (0, 2))
+        run.attach(model, first, second)
         for x, y in run.batches(dataset(), size=24):
             run.backward(mse(model(x), y))
-            one.step()
+            first.step()
 
     with pytest.raises(UnusableBackward, match=r"without optimizer\.step of all 2 optimizers"):
         members(1, loop)

@@ -6,8 +6,6 @@ import contextlib
 import ssl
 import subprocess
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,10 @@ import psutil
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import ServerConnection, serve
 
+from shoal.testing.wait import TIMEOUT_S, until
 from shoal.wire import agent_messages, codec
 
-WAIT_S = 30.0
 TOKEN = "a-token-for-tests"
-
-
-def until(condition: Callable[[], Any], what: str = "", within_s: float = WAIT_S) -> Any:
-    """Wait until a condition holds; return its value."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"not within {within_s} s: {what or condition}")
 
 
 class Coordinator:
@@ -59,7 +47,7 @@ class Coordinator:
         return None
 
     def _handle(self, connection: ServerConnection) -> None:
-        hello = codec.from_agent.decode(connection.recv(timeout=WAIT_S))
+        hello = codec.from_agent.decode(connection.recv(timeout=TIMEOUT_S))
         assert isinstance(hello, agent_messages.AgentHelloMsg)
         connection.send(codec.to_agent.encode(agent_messages.AgentWelcomeMsg(0.2, "test")))
         self._connections.append(connection)

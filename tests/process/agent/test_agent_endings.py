@@ -306,9 +306,11 @@ def test_wrong_token_is_reported_at_once(coordinator, start_agent):
 
 def test_file_becomes_a_notice(coordinator, start_agent, tmp_path):
     agent = start_agent("--notice-source", f"file:{tmp_path / 'notice'}")
-    until(lambda: coordinator.hellos)
+    until(lambda: coordinator.hellos, "a hello")
     (tmp_path / "notice").write_text("120 spot price too high")
-    notice = until(lambda: next((m for m in coordinator.received if type(m).__name__ == "MachineNoticeMsg"), None))
+    notice = until(
+        lambda: next((m for m in coordinator.received if type(m).__name__ == "MachineNoticeMsg"), None), "a notice"
+    )
     assert (notice.within_s, notice.source, notice.detail) == (120.0, "file", "spot price too high")
     assert agent.process.poll() is None
 

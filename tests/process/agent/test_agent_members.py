@@ -239,7 +239,7 @@ def test_flood_of_lines_is_thinned_but_kept_in_the_file(coordinator, agent, scri
     assert any("in the member's file only" in line for line in coordinator.lines())
     assert coordinator.lines()[-2:] == ["line 49999", "end"]
     (log,) = (agent.directory / "logs" / "run").glob("*.log")
-    assert until(lambda: log.read_text().endswith("line 49999\nend\n"))
+    assert until(lambda: log.read_text().endswith("line 49999\nend\n"), "the whole log")
 
 
 def test_unreadable_log_costs_only_its_lines(coordinator, agent, script):

@@ -18,6 +18,7 @@ from tests.process.coordinator.fakes import WAIT_S, Coordinator
 
 from shoal.store.blob_store import Blob, CoordinatorAccess
 from shoal.store.coordinator_store import PIECE_BYTES, CoordinatorStore
+from shoal.testing.wait import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -30,13 +31,6 @@ def store_of(coordinator: Coordinator, run: str, folder: str) -> CoordinatorStor
 
 def parts(coordinator: Coordinator, run: str) -> list[Path]:
     return list((coordinator.directory / "runs" / run / "uploads").glob("*"))
-
-
-def until(ready: Any, what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
 
 
 def fetch(coordinator: Coordinator, run: str, to: Path, *options: str, token: str = "") -> dict[str, Any]:

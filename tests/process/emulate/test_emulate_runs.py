@@ -1,4 +1,4 @@
-"""Real runs on emulated machines: a slow member is slow, the others wait for it, and what is computed is the same."""
+"""Real runs on emulated machines: a slow member is slow, the others wait for it, and the result is the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COST = machines(1, 0.25, sample_s=FAST_S / (BATCH // 2))
 
 
 class EmulatedRun(CheckedRun):
-    """A run that was started with --emulate."""
+    """A run with --emulate."""
 
     def __init__(self, path: Path, speeds: str, members: str, **plan: Any) -> None:
         self._speeds = speeds
@@ -36,11 +36,11 @@ class EmulatedRun(CheckedRun):
         return self.start("run", "--emulate", self._speeds, *arguments)
 
     def seen(self, what: str, member: str, steps: range) -> list[float]:
-        """What a member recorded of its committed steps with a share, the first of its life left out."""
-        mine = [e for e in self.events() if e["member"] == member]
-        begun = {e["pid"]: min(c["step"] for c in mine if c["pid"] == e["pid"] and "step" in c) for e in mine}
-        found = [e for e in mine if e["event"] == "commit" and e["ids"] and e["step"] > begun[e["pid"]]]
-        return [e[what] for e in found if e["step"] in steps]
+        """Return a field of a member's commits with a share, without the first commit of each process."""
+        own = [e for e in self.events() if e["member"] == member]
+        begun = {e["pid"]: min(c["step"] for c in own if c["pid"] == e["pid"] and "step" in c) for e in own}
+        later = [e for e in own if e["event"] == "commit" and e["ids"] and e["step"] > begun[e["pid"]]]
+        return [e[what] for e in later if e["step"] in steps]
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def emulated_run(path: Path, speeds: str, members: str = "2:2", **plan: Any) -> 
 
 
 def usual(times_s: list[float]) -> float:
-    """The lower quartile: whatever else runs here makes single steps longer, and none shorter."""
+    """Return the lower quartile: other load on the machine makes steps longer, never shorter."""
     assert len(times_s) >= 4
     return statistics.quantiles(times_s, n=4)[0]
 
@@ -67,8 +67,8 @@ def test_quarter_speed_takes_about_four_times_as_long_and_computes_the_same(tmp_
         fast_s, slow_s = (min(run.seen("busy_s", member, steps)) for member in ("local/0", "local/1"))
         assert 1.7 < slow_s / fast_s < 12
         fast_waits_s, slow_waits_s = (usual(run.seen("wait_s", member, steps)) for member in ("local/0", "local/1"))
-        assert fast_waits_s > slow_waits_s, "nobody waits for the slow member"
-        assert fast_waits_s > (slow_s - fast_s) / 2, "the others do not wait as long as it takes"
+        assert fast_waits_s > slow_waits_s, "the fast member does not wait for the slow one"
+        assert fast_waits_s > (slow_s - fast_s) / 2, "the fast member does not wait long enough"
 
 
 def test_fixed_cost_holds_for_every_step_of_every_member(tmp_path: Path) -> None:
@@ -99,13 +99,11 @@ def test_restarted_member_keeps_its_speed(tmp_path: Path) -> None:
         first = run.pids()["local/1"]
         run.kill("local/1")
         run.until(lambda: run.pids().get("local/1", first) != first, "local/1 to be back")
-        run.until(
-            lambda: run.world_size() == 2 and _shares_of_the_second_life(run, first) > 5, "local/1 to have a share"
-        )
+        run.until(lambda: run.world_size() == 2 and _shares_after_restart(run, first) > 5, "local/1 to have a share")
         run.finish()
         run.check()
-        mine = [e for e in run.commits() if e["member"] == "local/1" and e["pid"] != first and e["ids"]]
-        assert all(e["busy_s"] > NEARLY * FAST_S * 4 * len(e["ids"]) / (BATCH // 2) for e in mine)
+        restarted = [e for e in run.commits() if e["member"] == "local/1" and e["pid"] != first and e["ids"]]
+        assert all(e["busy_s"] > NEARLY * FAST_S * 4 * len(e["ids"]) / (BATCH // 2) for e in restarted)
 
 
 def test_invalid_setting_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -124,5 +122,5 @@ def test_unmodified_script_cannot_be_slowed_down(tmp_path: Path) -> None:
     assert "--compat torchrun cannot emulate" in refused.stderr
 
 
-def _shares_of_the_second_life(run: CheckedRun, first: int) -> int:
+def _shares_after_restart(run: CheckedRun, first: int) -> int:
     return sum(e["member"] == "local/1" and e["pid"] != first and bool(e["ids"]) for e in run.commits())

@@ -1,4 +1,4 @@
-"""What a user sees of unequal machines: shares, where the time goes, and why."""
+"""Status of a run on unequal machines: shares, where the time goes, and why."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class MonitoredRun(CheckedRun):
         return self.start("run", "--emulate", SPEEDS, *arguments)
 
     def view(self, ready: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        """What `shoal status --json` says once it says that."""
-        seen: list[dict[str, Any]] = []
+        """Return the first `shoal status --json` that satisfies the condition."""
+        views: list[dict[str, Any]] = []
 
-        def found() -> bool:
-            seen.append(self.shoal("status"))
-            return ready(seen[-1])
+        def satisfied() -> bool:
+            views.append(self.shoal("status"))
+            return ready(views[-1])
 
         self.until_step(3)
-        self.until(found, what)
-        return seen[-1]
+        self.until(satisfied, what)
+        return views[-1]
 
 
 @contextlib.contextmanager
@@ -47,11 +47,11 @@ def monitored_run(path: Path, shares: str) -> Iterator[MonitoredRun]:
 
 
 def members(view: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    fast, slow = sorted(view["members"], key=lambda one: one["member"])
+    fast, slow = sorted(view["members"], key=lambda member: member["member"])
     return fast, slow
 
 
-# What else runs here lengthens single steps: what is seen in the end is waited for.
+# Other load on the machine lengthens single steps, so the tests wait for what is seen in the end.
 
 
 def test_status_shows_the_fast_member_waiting_with_equal_shares(tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_status_and_why_explain_the_larger_share_of_the_fast_member(tmp_path: Pa
         (shares,) = view["decided"]
         assert shares["what"] == "shares"
         assert sum(shares["values"].values()) == view["batch"] == 32
-        for who in ((), ("local/1",)):
-            told = [line for line in run.shoal("why", *who) if line["kind"] == "SharesDecided"]
-            assert told[0]["text"].startswith("shares from step")
-            assert told[0]["reason"].startswith("local/1 takes")
-            assert shares["reason"] in [line["reason"] for line in told]
+        for subject in ((), ("local/1",)):
+            lines = [line for line in run.shoal("why", *subject) if line["kind"] == "SharesDecided"]
+            assert lines[0]["text"].startswith("shares from step")
+            assert lines[0]["reason"].startswith("local/1 takes")
+            assert shares["reason"] in [line["reason"] for line in lines]

@@ -11,11 +11,11 @@ from shoal.torch.run import Run
 
 pytestmark = pytest.mark.process
 
-Seen = tuple[list[tuple[int, float]], dict[str, torch.Tensor]]
+Result = tuple[list[tuple[int, float]], dict[str, torch.Tensor]]
 
 
-def body(session: FixedWorldSession) -> Seen:
-    """Twelve steps of a small model: samples and seconds of each, and the parameters."""
+def body(session: FixedWorldSession) -> Result:
+    """Train twelve steps of a small model; return samples and seconds of each, and the parameters."""
     run = Run(session, "test", "unused")
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(96, 8, generator=generator, dtype=torch.float64)
@@ -30,10 +30,10 @@ def body(session: FixedWorldSession) -> Seen:
         run.backward((model(batch) - 1).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        turn = run._trainer.current
-        assert turn is not None
-        if turn.on_last_micro_batch:
-            took.append((turn.samples, turn.data_s + turn.compute_s))
+        step = run._trainer.current
+        assert step is not None
+        if step.on_last_micro_batch:
+            took.append((step.samples, step.data_s + step.compute_s))
     return took, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 

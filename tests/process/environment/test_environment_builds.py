@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -14,17 +13,11 @@ import pytest
 from tests.process.environment.bare_machine import PYTHON, Machine, running
 
 from shoal.pack.environments import recipe, requirements, wheel
+from shoal.testing.wait import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 UP = "usage: shoal.agent"
-
-
-def until(ready, what: str) -> None:
-    deadline = time.monotonic() + 30.0
-    while not ready():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
 
 
 def test_two_at_once_build_one_and_the_third_finds_it(machine: Machine) -> None:

@@ -1,38 +1,34 @@
-"""An evaluator beside servers: it reads the checkpoints that they write in parts."""
+"""An evaluator beside parameter servers reads their sharded checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.process.evaluator.evaluated_run import EVALUATOR, EvaluatedRun, evaluated_run
+from tests.process.evaluator.evaluated_run import EVALUATOR, evaluated_run
 
 pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(600)]
 
 SERVED = ("sync=stale:2", "servers=2", "checkpoint.every_steps=10", "backoff_s=0.05")
 
 
-def of(run: EvaluatedRun, event: str) -> list[dict[str, Any]]:
-    return [one for one in run.events() if one["event"] == event]
-
-
 def test_state_on_servers_is_evaluated_and_the_best_is_kept(tmp_path: Path) -> None:
     plan = {"epochs": 10, "hold": 3, "best": "max:peak", "peak": 30, "export": True}
     with evaluated_run(tmp_path, "2", *SERVED, **plan) as run:
         run.finish()
-        found, scored = run.evaluations(), run.scored()
-        assert len(found) >= 3
-        assert [one["step"] for one in found] == sorted({one["step"] for one in found})
-        assert [one["step"] for one in scored] == [one["step"] for one in found]
-        assert found[-1]["step"] == 80, "the end of the training was not evaluated"
-        assert {one["sum"] for one in of(run, "done")} == {scored[-1]["sum"]}, "not what the servers held at the end"
-        assert found[-1]["metrics"]["loss"] < found[0]["metrics"]["loss"]
-        best = max(found, key=lambda one: one["metrics"]["peak"])["step"]
+        evaluations, scored = run.evaluations(), run.scored()
+        assert len(evaluations) >= 3
+        assert [record["step"] for record in evaluations] == sorted({record["step"] for record in evaluations})
+        steps = [record["step"] for record in evaluations]
+        assert [record["step"] for record in scored] == steps
+        assert evaluations[-1]["step"] == 80, "the end of the training was not evaluated"
+        assert {record["sum"] for record in run.events_of("done")} == {scored[-1]["sum"]}, "not the final state"
+        assert evaluations[-1]["metrics"]["loss"] < evaluations[0]["metrics"]["loss"]
+        best = max(evaluations, key=lambda record: record["metrics"]["peak"])["step"]
         kept = torch.load(run.records / "best.pt", weights_only=True)
         assert float(sum(tensor.double().sum() for tensor in kept.values())) in [
-            one["sum"] for one in scored if one["step"] == best
+            record["sum"] for record in scored if record["step"] == best
         ]
         assert run.shoal("status", run.run_id())["evaluation"]["best_step"] == best < 80
 
@@ -55,8 +51,8 @@ def test_loss_of_a_server_loses_no_evaluation(tmp_path: Path) -> None:
         (run.records / "go").touch()
         run.finish()
         assert run.evaluations()[-1]["step"] == 80
-        assert {one["sum"] for one in of(run, "done")} == {run.scored()[-1]["sum"]}
-        assert {one["pid"] for one in run.scored()} == {before}, "the evaluator was started again"
+        assert {record["sum"] for record in run.events_of("done")} == {run.scored()[-1]["sum"]}
+        assert {record["pid"] for record in run.scored()} == {before}, "the evaluator was started again"
 
 
 def test_different_model_harms_the_evaluator_only(tmp_path: Path) -> None:
@@ -65,4 +61,4 @@ def test_different_model_harms_the_evaluator_only(tmp_path: Path) -> None:
         assert "error[S320] the evaluator's model differs from the run's" in run.output
         assert "only here: body.weight float32[1, 9]; only there: float32[1, 8]" in run.output
         assert "training continues without its evaluator" in run.output
-        assert len(of(run, "done")) == 1
+        assert len(run.events_of("done")) == 1

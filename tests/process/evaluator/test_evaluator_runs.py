@@ -1,4 +1,4 @@
-"""An evaluator beside the training: what it finds is told, the best is kept, and it never disturbs the trainers."""
+"""An evaluator beside the trainers: it reports scores, keeps the best model and never disturbs training."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def test_each_new_checkpoint_is_evaluated_and_reported(tmp_path: Path) -> None:
         view = run.shoal("status", run.run_id())
         (run.records / "go").touch()
         run.finish()
-        found = run.evaluations()
-        assert [one["step"] for one in found] == sorted({one["step"] for one in found})
-        assert found[-1]["step"] == 80, "the end of the training was not evaluated"
-        assert all(one["metrics"]["step"] == one["step"] for one in found), "another state was evaluated"
-        assert [one["seen"] for one in run.scored()] == [one["step"] for one in run.scored()]
-        assert not any(one["training"] for one in run.scored())
-        assert found[-1]["metrics"]["loss"] < found[0]["metrics"]["loss"]
+        evaluations = run.evaluations()
+        assert [record["step"] for record in evaluations] == sorted({record["step"] for record in evaluations})
+        assert evaluations[-1]["step"] == 80, "the end of the training was not evaluated"
+        assert all(record["metrics"]["step"] == record["step"] for record in evaluations), "another state was evaluated"
+        assert [record["seen"] for record in run.scored()] == [record["step"] for record in run.scored()]
+        assert not any(record["training"] for record in run.scored())
+        assert evaluations[-1]["metrics"]["loss"] < evaluations[0]["metrics"]["loss"]
         assert view["evaluation"]["metrics"].keys() == {"loss", "step", "peak"}
         assert [m["status"] for m in view["members"] if m["role"] == "evaluator"] == ["evaluating"]
         assert 'shoal_run_evaluation{metric="loss"' in metrics
         assert "shoal_run_evaluated_step{" in metrics
-        assert f"evaluated step {found[0]['step']}: loss" in run.output
+        assert f"evaluated step {evaluations[0]['step']}: loss" in run.output
         assert any("evaluated step 80" in line["text"] for line in run.shoal("why", run.run_id()))
-        assert "evaluated   step 80: loss" in run.output, "the summary does not tell"
+        assert "evaluated   step 80: loss" in run.output, "the summary lacks the evaluation"
 
 
 def test_evaluator_is_in_no_world_takes_no_slot_and_has_low_priority(tmp_path: Path) -> None:
     with evaluated_run(tmp_path, "2:2", OFTEN, epochs=6) as run:
         run.finish()
-        assert {one["nice"] for one in run.scored()} == {19}
-        assert all(one["group"].endswith("nice 19") or not one["group"] for one in run.scored())
+        assert {record["nice"] for record in run.scored()} == {19}
+        assert all(record["group"].endswith("nice 19") or not record["group"] for record in run.scored())
         assert {commit["size"] for commit in run.commits()} == {2}
         assert {e["member"] for e in run.events() if e["event"] == "done"} == {"local/0", "local/1"}
         assert len(run.worlds()) == 1
@@ -54,7 +54,7 @@ def test_run_without_improvement_stops_early_with_success(tmp_path: Path) -> Non
         tmp_path, "2", OFTEN, epochs=2500, pause_s=0.01, hold=6, best="max:peak", patience=2, peak=20
     ) as run:
         run.finish()
-        assert run.step() < 20_000 - 1, "it was not stopped"
+        assert run.step() < 20_000 - 1, "the run was not stopped early"
         left = [e["fields"] for e in run.journal() if e["kind"] == "MemberLeft" and e["fields"]["member"] != EVALUATOR]
         assert len(left) == 2
         assert left[0]["step"] == left[1]["step"], "members stopped after different steps"
@@ -68,7 +68,7 @@ def test_run_without_improvement_stops_early_with_success(tmp_path: Path) -> Non
 def test_best_model_is_kept_instead_of_the_last(tmp_path: Path) -> None:
     with evaluated_run(tmp_path, "1", OFTEN, epochs=10, hold=4, best="max:peak", peak=30, export=True) as run:
         run.finish()
-        best = max(run.evaluations(), key=lambda one: one["metrics"]["peak"])
+        best = max(run.evaluations(), key=lambda record: record["metrics"]["peak"])
         assert int(torch.load(run.records / "best.pt", weights_only=True)["seen"]) == best["step"] < 80
         assert not list(run.records.glob("*.part*"))
         assert str(run.records / "best.pt") in run.output
@@ -86,10 +86,10 @@ def test_death_of_the_evaluator_disturbs_no_trainer_and_keeps_the_best(tmp_path:
         seen = len(run.evaluations())
         run.until(lambda: len(run.evaluations()) > seen, "it to go on")
         run.finish()
-        assert len(run.worlds()) == 1, "its death changed a world"
+        assert len(run.worlds()) == 1, "the death of the evaluator changed the world"
         assert {e["pid"] for e in run.commits()} == {e["pid"] for e in run.events() if e["event"] == "done"}
         assert run.evaluations()[-1]["step"] == 200
-        steps = [one["step"] for one in run.evaluations()]
+        steps = [record["step"] for record in run.evaluations()]
         assert steps == sorted(set(steps)), "a checkpoint was counted twice"
         view = run.shoal("status", run.run_id())
         assert view["evaluation"]["best_step"] == best["step"]
@@ -105,7 +105,7 @@ def test_evaluator_that_dies_after_training_restarts_to_evaluate_the_end(tmp_pat
         run.kill(EVALUATOR)
         (run.records / "go").touch()
         run.finish()
-        assert [one["step"] for one in run.evaluations()] == [24]
+        assert [record["step"] for record in run.evaluations()] == [24]
 
 
 def test_hung_evaluator_does_not_delay_training(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_hung_evaluator_does_not_delay_training(tmp_path: Path) -> None:
 def test_end_is_evaluated_without_checkpoint_settings(tmp_path: Path) -> None:
     with evaluated_run(tmp_path, "1", epochs=2) as run:
         run.finish()
-        assert [one["step"] for one in run.evaluations()] == [16]
+        assert [record["step"] for record in run.evaluations()] == [16]
 
 
 def test_restarted_coordinator_knows_the_best_score(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_resumed_run_continues_its_evaluation(tmp_path: Path) -> None:
     with evaluated_run(tmp_path, "1", OFTEN, **plan) as run:
         run.until(lambda: len(run.evaluations()) >= 2, "two evaluations")
         stopping = run.start("stop", run.run_id())
-        run.until(lambda: run.journal("UserStopRequested"), "the coordinator to be asked")
+        run.until(lambda: run.journal("UserStopRequested"), "the coordinator to receive the stop")
         (run.records / "go").touch()
         run.finish(exit_code=75)
         assert stopping.wait(60) == 0
@@ -203,5 +203,5 @@ def test_unmodified_script_with_evaluator_is_refused_before_anything_starts(tmp_
         assert refused.wait(60) == 3
         assert "error[S123] an unmodified script (--compat torchrun) cannot have an evaluator" in run.output
         assert "leave --evaluator out and evaluate in the script" in run.output
-        assert "where  --evaluator" in run.output, "the coordinator had to say it"
+        assert "where  --evaluator" in run.output, "only the coordinator noticed"
         run.finish()

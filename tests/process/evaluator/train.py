@@ -1,4 +1,4 @@
-"""The script under tests of evaluators: a small model that counts its own steps, so that a score can depend on them."""
+"""Script for tests of evaluators: a small model that counts its own steps, so that a score can depend on them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 class Counting(torch.nn.Module):
-    """A line that notes how often it was trained."""
+    """Linear model that counts how often it was trained."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Counting(torch.nn.Module):
 
 
 def hold(step: int) -> None:
-    """Wait where the test needs the evaluator to have come so far, however slow the machine is."""
+    """Block at the steps at which the test needs the evaluator to have reached some point."""
     needed = min(PLAN.get("hold", 0), step // 20)
     gate = step >= PLAN.get("gate", 10**9) and not WAITED["gate"]
     deadline = time.monotonic() + 240.0
@@ -43,7 +43,7 @@ def hold(step: int) -> None:
 
 
 def group() -> str:
-    """How the session of this process is treated where sessions share the processor."""
+    """Return the autogroup of this process, by which the kernel shares the processor between sessions."""
     file = Path("/proc/self/autogroup")
     return file.read_text().strip() if file.exists() else ""
 

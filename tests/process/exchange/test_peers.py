@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from tests.process.exchange.loopback import NEVER, TOKEN, connect_all, die, worl
 
 from shoal.core.world import Address, Seat, World
 from shoal.errors import PortsTaken
+from shoal.testing.wait import until
 from shoal.worker.collectives.connect_ring import connect_ring
 from shoal.worker.transport import handshake
 from shoal.worker.transport import listener as listener_module
@@ -88,7 +88,7 @@ def test_connection_waits_until_the_listener_hears_of_the_world(make_peers):
     rings = []
     early = threading.Thread(target=lambda: rings.append(connect_ring(peers[0], world, 10.0, NEVER)))
     early.start()
-    wait_until(lambda: idle_connections(peers[1]) == 1)
+    until(lambda: idle_connections(peers[1]) == 1, "the number of idle connections")
     rings.append(connect_ring(peers[1], world, 10.0, NEVER))
     early.join(10)
     assert len(rings) == 2
@@ -157,8 +157,8 @@ def test_replayed_handshake_is_refused(make_peers):
     with knock(peer, packed) as sock:
         proof = handshake.prove(key, handshake.CONNECTOR, packed, answer(sock)[:32])
         sock.sendall(proof)
-        wait_until(lambda: idle_connections(peer) == 1)
-    wait_until(lambda: idle_connections(peer) == 0)
+        until(lambda: idle_connections(peer) == 1, "the number of idle connections")
+    until(lambda: idle_connections(peer) == 0, "the number of idle connections")
     with knock(peer, packed) as sock:
         answer(sock)
         sock.sendall(proof)
@@ -269,10 +269,3 @@ def test_three_hundred_worlds_leak_no_descriptors_or_threads(make_peers):
         for ring in rings:
             ring.close()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
-
-
-def wait_until(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

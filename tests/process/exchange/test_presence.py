@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.core.world import Address, Seat
+from shoal.testing.wait import until
 from shoal.worker.parameter_server.liveness import LivenessConnection
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.handshake import CALL, PeerHello
@@ -40,13 +41,6 @@ class Watcher:
         sock.close()
 
 
-def until(ready: Callable[[], object], within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def watchers(make_peers: Callable[..., list[Peers]]) -> tuple[LivenessConnection, Watcher, Watcher]:
     me, *others = make_peers(3)
@@ -60,7 +54,7 @@ def test_however_often_the_same_member_is_named_there_is_one_connection(
     presence, first, second = watchers
     for _ in range(20):
         presence.connect_to(first.seat)
-    until(lambda: first.socks)
+    until(lambda: first.socks, "the connections to change")
     kept = first.socks[0]
     for _ in range(20):
         presence.connect_to(first.seat)
@@ -68,21 +62,21 @@ def test_however_often_the_same_member_is_named_there_is_one_connection(
     assert first.socks == [kept]
     assert first.most == 1
     presence.connect_to(second.seat)
-    until(lambda: second.socks and not first.socks)
+    until(lambda: second.socks and not first.socks, "the connections to change")
     presence.connect_to(None)
-    until(lambda: not second.socks)
+    until(lambda: not second.socks, "the connections to change")
     presence.close()
 
 
 def test_a_lost_connection_is_made_anew(watchers: tuple[LivenessConnection, Watcher, Watcher]) -> None:
     presence, first, _ = watchers
     presence.connect_to(first.seat)
-    until(lambda: first.socks)
+    until(lambda: first.socks, "the connections to change")
     lost = first.socks[0]
     lost.shutdown(socket.SHUT_RDWR)
-    until(lambda: first.socks and first.socks[0] is not lost)
+    until(lambda: first.socks and first.socks[0] is not lost, "the connections to change")
     presence.close()
-    until(lambda: not first.socks)
+    until(lambda: not first.socks, "the connections to change")
 
 
 def test_whoever_cannot_be_reached_is_tried_again() -> None:
@@ -96,7 +90,7 @@ def test_whoever_cannot_be_reached_is_tried_again() -> None:
 
     presence = LivenessConnection(call)
     presence.connect_to(Seat("m1", "first", Address("127.0.0.1", 1)))
-    until(lambda: presence._open is not None)
+    until(lambda: presence._open is not None, "the connections to change")
     presence.close()
     assert its.recv(1) == b"", "it hears that we are gone"
     its.close()

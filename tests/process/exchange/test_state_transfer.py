@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.process.exchange.loopback import NEVER, pair, world_of
 
+from shoal.testing.wait import until
 from shoal.worker.transport import state_transfer
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.snapshot import Snapshot
@@ -41,7 +42,7 @@ def test_offer_may_follow_the_request(make_peers):
     peers = make_peers(2)
     with ThreadPoolExecutor(1) as pool:
         request = pool.submit(peers[0].fetch_state, world_of(peers), 1, 10.0, NEVER)
-        wait_until(lambda: peers[1].listener._idle)
+        until(lambda: peers[1].listener._idle, "an idle connection")
         peers[1].offer_state(1, Snapshot(7, b"late", some_state(), readers=1), ["m0"])
         assert request.result(10).step == 7
 
@@ -67,7 +68,7 @@ def test_end_of_a_world_ends_its_requests(make_peers):
     world = world_of(peers)
     with ThreadPoolExecutor(1) as pool:
         request = pool.submit(peers[0].fetch_state, world, 1, 60.0, NEVER)
-        wait_until(lambda: peers[1].listener._idle)
+        until(lambda: peers[1].listener._idle, "an idle connection")
         peers[1].end_worlds(1)
         with pytest.raises(ExchangeBroken):
             request.result(10)
@@ -82,7 +83,7 @@ def test_source_that_dies_midway_is_suspected(make_peers):
     with pytest.raises(ExchangeBroken, match="before the state was complete") as broken:
         peers[0].fetch_state(world_of(peers), 1, 10.0, NEVER)
     assert broken.value.suspects == ("m1",)
-    wait_until(lambda: snapshot.finished)
+    until(lambda: snapshot.finished, "the snapshot to be read")
 
 
 def test_reader_that_dies_midway_releases_the_snapshot(make_peers):
@@ -94,7 +95,7 @@ def test_reader_that_dies_midway_releases_the_snapshot(make_peers):
     threading.Timer(0.1, cancelled.set).start()
     with pytest.raises(ExchangeBroken):
         peers[0].fetch_state(world_of(peers), 1, 10.0, cancelled)
-    wait_until(lambda: snapshot.finished)
+    until(lambda: snapshot.finished, "the snapshot to be read")
 
 
 def transfer_header(*sizes: int, step: int = 1) -> bytes:
@@ -143,10 +144,3 @@ class SlowSnapshot(Snapshot):
     def chunk(self, reader, index, start, stop):
         time.sleep(0.02)
         return super().chunk(reader, index, start, stop)
-
-
-def wait_until(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

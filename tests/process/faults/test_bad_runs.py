@@ -1,4 +1,4 @@
-"""Bad input, end to end: each has a code, a cause and a remedy, and harms nobody."""
+"""Bad input, end to end: each error has a code, a cause and a remedy, and harms no other process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.process.faults.checked_run import SCRIPT, CheckedRun, checked_run
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
-def check_told(text: str, code: str, why: str, do: str) -> None:
-    """The error is named, with its cause and a remedy."""
+def check_error(text: str, code: str, why: str, do: str) -> None:
+    """Fail unless the output names the error, its cause and a remedy."""
     assert f"error[{code}]" in text, text[-3000:]
     assert re.search(why, text), text[-3000:]
     assert re.search(do, text), text[-3000:]
@@ -38,34 +38,34 @@ def command(path: Path, *arguments: str, **environ: str) -> subprocess.Completed
     )
 
 
-# --- what does not fit into a run
+# --- members that do not fit into a run
 
 
 def test_member_with_a_different_model_is_left_out_and_the_others_train(tmp_path: Path) -> None:
     with checked_run(tmp_path, "2:3", widths={"local/2": 48}, pause_s=0.02) as run:
         run.finish()
         run.check()
-        check_told(run.output, "S206", "parameters: .* in the run, .* here", "start every member from the same script")
+        check_error(run.output, "S206", "parameters: .* in the run, .* here", "start every member from the same script")
         assert {c["member"] for c in run.commits()} == {"local/0", "local/1"}
         started = [e for e in run.journal() if e["kind"] == "ProcessStarted" and e["fields"]["member"] == "local/2"]
-        assert len(started) == 1, "what cannot fit was tried again"
+        assert len(started) == 1, "a member that cannot match was retried"
 
 
 def test_run_ends_with_the_cause_if_too_few_members_match(tmp_path: Path) -> None:
     with checked_run(tmp_path, "2:2", widths={"local/1": 48}) as run:
         run.finish(exit_code=1)
-        check_told(run.output, "S206", "parameters: .* in the run, .* here", "start every member from the same script")
+        check_error(run.output, "S206", "parameters: .* in the run, .* here", "start every member from the same script")
         assert not run.commits()
 
 
 def test_dataset_smaller_than_the_batch_is_reported(tmp_path: Path) -> None:
     with checked_run(tmp_path, "2:2", ("restarts.user=0",), samples=40, batch=64) as run:
         run.finish(exit_code=1)
-        check_told(run.output, "S303", "40 samples", "batch|size")
+        check_error(run.output, "S303", "40 samples", "batch|size")
         assert not run.commits()
 
 
-STRANGERS = {
+IMPOSTORS = {
     "another run": ({"SHOAL_RUN": "elsewhere"}, "S203"),
     "the name of a member": ({"SHOAL_MEMBER": "local/0"}, "S205"),
     "another version": ({"PRETEND": "9.9.9"}, "S202"),
@@ -73,8 +73,8 @@ STRANGERS = {
 }
 
 
-def stranger(run: CheckedRun, changes: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """The tests' script, started by hand with the environment that an agent would give, but for the changes."""
+def start_impostor(run: CheckedRun, changes: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the script by hand with the environment that an agent would give it, but for the changes."""
     directory = next(run.home.glob("coordinators/*"))
     (directory / "wrong").write_text("not-the-token\n")
     ours = {
@@ -103,34 +103,34 @@ def stranger(run: CheckedRun, changes: dict[str, str]) -> subprocess.CompletedPr
 def test_unauthorised_processes_are_rejected_and_the_run_is_not_disturbed(tmp_path: Path) -> None:
     with checked_run(tmp_path, "2:2", ("lease_s=60",), pause_s=0.05, epochs=2000) as run:
         run.until_size(2)
-        for who, (changes, code) in STRANGERS.items():
+        for case, (changes, code) in IMPOSTORS.items():
             at = run.step()
-            done = stranger(run, changes)
-            assert done.returncode != 0, who
-            assert f"error[{code}]" in done.stderr, (who, done.stderr)
+            done = start_impostor(run, changes)
+            assert done.returncode != 0, case
+            assert f"error[{code}]" in done.stderr, (case, done.stderr)
             assert f"shoal explain {code}" in done.stderr
-            assert re.search(r"^  (why|do) ", done.stderr, re.MULTILINE), (who, done.stderr)
-            run.until(lambda at=at: run.step() > at, f"a step after {who}")
-        assert {c["world"] for c in run.commits()} == {1}, "a stranger changed the world"
+            assert re.search(r"^  (why|do) ", done.stderr, re.MULTILINE), (case, done.stderr)
+            run.until(lambda at=at: run.step() > at, f"a step after {case}")
+        assert {c["world"] for c in run.commits()} == {1}, "an impostor changed the world"
         name = run.shoal("ps")[0]["run"]
         run.shoal("stop", name)
         run.finish(exit_code=75)
         run.check_steps(run.step() + 1)
 
 
-# --- what cannot be started
+# --- runs that cannot start
 
 
 def test_missing_script_is_reported_and_nothing_is_created(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = command(tmp_path, "run", "trian.py")
     assert done.returncode == 2
-    check_told(done.stderr, "S111", "no such script: trian.py", "did you mean train.py")
+    check_error(done.stderr, "S111", "no such script: trian.py", "did you mean train.py")
     assert not (tmp_path / "home").exists()
 
 
 def test_script_that_another_machine_lacks_is_reported(tmp_path: Path) -> None:
-    """The submitted script is looked for where the members are started; here it is gone by then."""
+    """Remove the submitted script before members look for it."""
     script = tmp_path / "gone.py"
     script.write_text("")
     with standing(tmp_path) as access:
@@ -155,21 +155,21 @@ def test_port_in_use_is_reported_and_its_owner_continues(tmp_path: Path) -> None
         port = access[1].rpartition(":")[2]
         other = command(tmp_path, "coordinator", "--port", port)
         assert other.returncode == 4
-        check_told(other.stderr, "S420", "in use", "--port")
+        check_error(other.stderr, "S420", "in use", "--port")
         assert command(tmp_path, "ps", *access).returncode == 0
-        assert len(list((tmp_path / "home" / "coordinators").iterdir())) == 1, "the one that failed left something"
+        assert len(list((tmp_path / "home" / "coordinators").iterdir())) == 1, "the failed coordinator left files"
 
 
 @contextlib.contextmanager
 def standing(path: Path) -> Iterator[tuple[str, ...]]:
-    """A standing coordinator, and the options that reach it."""
+    """Yield the options that reach a standing coordinator."""
     environ = {**os.environ, "SHOAL_HOME": str(path / "home")}
     words = [sys.executable, "-m", "shoal.cli.main", "--json", "coordinator"]
     process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        told = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
-        yield ("--url", told["url"], "--token-file", told["token_file"])
+        printed = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
+        yield ("--url", printed["url"], "--token-file", printed["token_file"])
     finally:
         process.terminate()
         process.wait(30)
@@ -181,12 +181,12 @@ def join(path: Path, access: tuple[str, ...]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-# --- what cannot be written
+# --- directories that cannot be written
 
 
 @contextlib.contextmanager
 def read_only(path: Path) -> Iterator[Path]:
-    """A directory that nobody can write to; root needs a file system that refuses."""
+    """Yield a directory that no process can write to; against root that takes a read-only file system."""
     path.mkdir()
     if os.geteuid() != 0:
         path.chmod(0o500)
@@ -206,7 +206,7 @@ def test_read_only_home_is_reported(tmp_path: Path) -> None:
         for words in (("run", "train.py"), ("coordinator",)):
             done = command(tmp_path, *words, SHOAL_HOME=str(home))
             assert done.returncode == 4
-            check_told(done.stderr, "S510", "[Rr]ead-only|[Pp]ermission", "SHOAL_HOME")
+            check_error(done.stderr, "S510", "[Rr]ead-only|[Pp]ermission", "SHOAL_HOME")
 
 
 def test_read_only_checkpoint_directory_is_reported_and_training_continues(tmp_path: Path) -> None:

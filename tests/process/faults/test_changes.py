@@ -1,4 +1,4 @@
-"""Members come and go as planned, and the coordinator and agents come and go as they please."""
+"""Planned joins and departures of members, and losses of the coordinator and of agents."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 def test_notice_costs_no_step_and_no_timeout(tmp_path: Path) -> None:
     with checked_run(tmp_path, "2:3", pause_s=0.03, epochs=8) as run:
         run.until_size(3)
-        told = psutil.Process(run.pids()["local/1"])
+        noticed = psutil.Process(run.pids()["local/1"])
         run.kill("local/1", signal.SIGTERM)
-        told.wait(60)
+        noticed.wait(60)
         run.finish()
         run.check()
         broken = [e for e in run.journal() if e["kind"] == "WorldBroken"]
         assert not broken, "a notice broke a world"
         left = [e for e in run.journal() if e["kind"] == "MemberLeft" and e["fields"]["member"] == "local/1"]
-        assert left, "local/1 went without a word"
+        assert left, "local/1 did not report that it left"
 
 
 def test_more_members_join_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_agent_and_zygote_killed_at_once_leave_no_process_and_the_run_resumes(tm
         family = agent.children(recursive=True)
         assert len(family) >= 4, "a warm process, members and their loaders"
         warm = agent.children()[0]
-        # Neither has the time to clean up after the other.
+        # Both at once, so that neither can clean up after the other.
         warm.suspend()
         agent.kill()
         warm.kill()

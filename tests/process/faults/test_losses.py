@@ -1,4 +1,4 @@
-"""Members die at every point of a step, alone, in pairs and all but one; no sample is lost or repeated."""
+"""Members die at every point of a step, one, two or all but one at once; no sample is lost or repeated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.process.faults.checked_run import checked_run
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
-# Who comes late to the first world is not there in the step that it is to die in.
+# A member that is late for the first world would miss the step in which it is to die.
 ALL = "regroup_s=60"
 
 
 def test_kill_at_any_point_of_a_step_costs_no_sample(tmp_path: Path) -> None:
     deaths = [{"member": f"local/{i}", "step": 4 + 5 * i, "point": point} for i, point in enumerate(POINTS)]
-    # With learned shares somebody may have nothing to do in the very step that it is to die in.
+    # With learned shares a member could have an empty share in the step in which it is to die.
     with checked_run(tmp_path, "2:5", (ALL,), die=deaths, shares="equal", pause_s=0.02, epochs=6) as run:
         run.finish()
         run.check()
@@ -69,7 +69,7 @@ def test_run_is_not_done_if_its_last_member_dies_before_saving_the_model(tmp_pat
 
 
 def test_another_member_saves_the_model_if_the_first_dies_while_saving(tmp_path: Path) -> None:
-    """Nobody was told, once all was trained, and the other waited for ever."""
+    """Check that the claim passes on even after training has finished."""
     deaths = [{"member": "local/0", "step": 32, "point": "saving"}]
     with checked_run(tmp_path, "2:2", die=deaths) as run:
         run.finish()
@@ -122,7 +122,7 @@ def test_member_with_a_hung_script_is_restarted(tmp_path: Path) -> None:
     with checked_run(tmp_path, "2:3", settings, pause_s=0.05, epochs=20, die=die, die_by="hang") as run:
         run.until(run.commits, "the first step")
         pid = run.pids()["local/2"]
-        run.until(lambda: run.journal("MemberLost"), "it to be found")
+        run.until(lambda: run.journal("MemberLost"), "the hang to be detected")
         back = lambda: any(c["member"] == "local/2" and c["world"] > 1 for c in run.commits())  # noqa: E731
         run.until(back, "another in its place")
         assert run.pids()["local/2"] != pid
@@ -189,18 +189,18 @@ def test_stream_is_read_exactly_once_through_deaths_and_joins(tmp_path: Path) ->
 
 
 def test_member_that_runs_out_of_memory_repeats_the_step_in_smaller_micro_batches(tmp_path: Path) -> None:
-    # Of 21 or 22 samples three pieces fit; with learned shares it may be given 10, which do not, later on.
+    # Shares of 21 or 22 samples fit in three micro-batches; with learned shares it might later get 10, which do not.
     with checked_run(tmp_path, "3:3", fits={"local/1": 9}, shares="equal", pause_s=0.02, epochs=6) as run:
 
-        def told() -> list[int]:
-            found = [e["fields"] for e in run.journal("AdjustmentReported") if e["fields"]["what"] == "memory"]
-            return [fields["values"]["local/1"] for fields in found]
+        def reported() -> list[int]:
+            adjustments = [e["fields"] for e in run.journal("AdjustmentReported") if e["fields"]["what"] == "memory"]
+            return [fields["values"]["local/1"] for fields in adjustments]
 
         run.until_step(8)
-        run.until(told, "the coordinator to hear what fits")
-        before = told()
+        run.until(reported, "the report of the micro-batch size")
+        before = reported()
         run.kill("local/1")
         run.finish()
         run.check()
-        assert told() == before, "it forgot what fits when it was started again"
+        assert reported() == before, "the restarted member forgot its micro-batch size"
         assert all(size < 22 for size in before)

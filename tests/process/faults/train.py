@@ -1,8 +1,8 @@
-"""The script under fault tests: a small float64 model whose every committed step leaves a record.
+"""Script for fault tests: a small float64 model that records every committed step.
 
-What it does is read from the JSON in FAULTS. `die` names members that kill themselves at a point of a step:
+The JSON in FAULTS is its plan. `die` names members that kill themselves at a point of a step:
 before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step, at the end,
-before the model is saved, or while they save it, before anybody else asks to; `die_by` names the signal. Every step
+before the model is saved, or while they save it, before another member asks to; `die_by` names the signal. Every step
 takes `pause_s` longer.
 """
 
@@ -89,7 +89,7 @@ def main() -> None:
             if PLAN.get("die_by") == "hang":
                 time.sleep(3600)
             os.kill(os.getpid(), getattr(signal, PLAN.get("die_by", "SIGKILL")))
-            time.sleep(0.5)  # whoever wakes up hears what has happened before it goes on
+            time.sleep(0.5)  # after SIGCONT, let the news of what has happened arrive first
 
     model, optimizer, scheduler = run.attach(*build())
     middle = list(model.parameters())[2]

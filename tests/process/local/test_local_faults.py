@@ -1,4 +1,4 @@
-"""Members of a local run are killed in the middle of a round, come and go; no sample is lost or repeated."""
+"""Local training: members are killed during a round, join and leave; no sample is lost or repeated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 LENGTH = 4
 POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
-# Who comes late to the first world is not there in the round that it is to die in.
+# A member that is late for the first world would miss the round in which it is to die.
 ALL = ("regroup_s=60",)
 
 
@@ -35,7 +35,7 @@ class LocalRun(CheckedRun):
         return RoundOrder.of(plan.get("samples", 512), plan.get("batch", 64), LENGTH, plan.get("epochs", 4), 5)
 
     def check(self) -> None:
-        """Each sample once an epoch, and after every round all members have the same parameters and schedule."""
+        """Fail unless each sample counted once an epoch and all members agree after every round."""
         total = self.order().total_steps
         self.check_steps(total)
         done = [e for e in self.events() if e["event"] == "done"]
@@ -55,8 +55,8 @@ def local_run(path: Path, members: str, **how: Any) -> Iterator[LocalRun]:
 
 
 def test_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
-    # Of eight rounds or more, in a batch in the middle of the round and, in every other one, in its first. With learned
-    # shares somebody may have fewer batches than that.
+    # Die in the middle of a round and, in every other round, in its first batch. With learned shares a member could
+    # have fewer batches than that.
     deaths = [
         {"member": f"local/{i}", "step": 2 + 2 * i, "point": point, "piece": i % 3} for i, point in enumerate(POINTS)
     ]
@@ -68,7 +68,7 @@ def test_kill_at_any_point_of_a_round_costs_no_sample(tmp_path: Path) -> None:
 
 
 def test_kill_at_the_end_of_a_round_costs_no_sample(tmp_path: Path) -> None:
-    # With equal shares everybody has as many batches as a round has: the last one is number LENGTH - 1.
+    # With equal shares every member has LENGTH batches a round: the last one is number LENGTH - 1.
     deaths = [
         {"member": f"local/{i}", "step": 2 + 3 * i, "point": point, "piece": LENGTH - 1}
         for i, point in enumerate(("before the optimizer", "in the optimizer", "after"))
@@ -77,7 +77,7 @@ def test_kill_at_the_end_of_a_round_costs_no_sample(tmp_path: Path) -> None:
         run.finish()
         run.check()
         killed = [e for e in run.journal() if e["kind"] == "ProcessExited" and e["fields"]["signal"] == 9]
-        # After the last batch of a round, the step that a member dies at is the next one's.
+        # After the last batch of a round, the member already counts the next round's step.
         assert len(killed) >= 2
 
 

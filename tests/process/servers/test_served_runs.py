@@ -1,4 +1,4 @@
-"""Runs whose parameters are held by servers: nobody is ever too far ahead, and whoever dies costs no sample."""
+"""Runs with parameter servers: no trainer exceeds the bound, and no death costs a sample."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_no_trainer_waits_without_a_bound(tmp_path: Path) -> None:
 
 def test_killed_trainer_costs_no_sample_and_is_not_waited_for(tmp_path: Path) -> None:
     with served_run(tmp_path, "2:3", "stale:1", *CALM, pause_s=0.03, epochs=12) as run:
-        run.until(lambda: "local/1" in run.pids(), "the one that is to die")
+        run.until(lambda: "local/1" in run.pids(), "the trainer that is to die")
         run.until_step(10)
         run.kill("local/1")
         run.until_step(40)
@@ -94,7 +94,7 @@ def test_training_continues_while_the_coordinator_is_down(tmp_path: Path) -> Non
 
 
 def test_server_under_notice_hands_off_its_parts(tmp_path: Path) -> None:
-    # It must not wait for its deadline, which is far beyond our patience.
+    # It must not wait for its deadline, which is far beyond the timeout of this test.
     settings = (*CALM, "notice.grace_s=1000")
     with served_run(tmp_path, "2:2", "stale:2", *settings, pause_s=0.03, epochs=20) as run:
         run.until(run.replicated, "every part to have a backup")
@@ -114,8 +114,8 @@ def test_hung_server_is_replaced_and_rejoins(tmp_path: Path) -> None:
         step = run.step()
         run.until_step(step + 20)
         run.kill("local/server-0", signal.SIGCONT)
-        told = len(run.placements())
-        run.until(lambda: len(run.placements()) > told and run.replicated(), "the server to have its copies again")
+        before = len(run.placements())
+        run.until(lambda: len(run.placements()) > before and run.replicated(), "the server to have its copies again")
         assert run.pids()["local/server-0"] == pid, "the process that woke up was replaced"
         run.finish(timeout_s=180)
         run.check_counts()
@@ -126,7 +126,7 @@ def test_trainer_with_a_hung_script_is_not_waited_for(tmp_path: Path) -> None:
     hangs = {"local/1": 10}
     with served_run(tmp_path, "2:2", "stale:2", *CALM, "hang_timeout_s=2", pause_s=0.03, epochs=60, hangs=hangs) as run:
         run.until_step(5)
-        run.until(lambda: run.journal("MemberLost"), "it to be found")
+        run.until(lambda: run.journal("MemberLost"), "the hang to be detected")
         (lost,) = run.journal("MemberLost")
         assert lost["fields"]["member"] == "local/1"
         assert "while other trainers wait for it" in lost["fields"]["reason"]
@@ -146,7 +146,7 @@ def test_state_is_checkpointed_when_all_members_are_under_notice(tmp_path: Path)
 
 def test_trainer_under_notice_finishes_its_ticket(tmp_path: Path) -> None:
     with served_run(tmp_path, "1:2", "stale:2", *CALM, pause_s=0.03, epochs=12) as run:
-        run.until(lambda: "local/1" in run.pids(), "the one that is to go")
+        run.until(lambda: "local/1" in run.pids(), "the trainer that is to leave")
         run.until_step(10)
         run.kill("local/1", signal.SIGTERM)
         run.finish()
@@ -220,7 +220,7 @@ def test_server_that_dies_while_the_run_stops_costs_nothing(tmp_path: Path) -> N
         run.shoal("stop", run.shoal("ps")[0]["run"], "--wait", "0")
         run.kill(lead)
         run.finish(exit_code=75)
-        written = [int(found) for found in re.findall(r"wrote the checkpoint of step (\d+)", run.output)]
+        written = [int(step) for step in re.findall(r"wrote the checkpoint of step (\d+)", run.output)]
         assert max(written, default=0) > step
 
 
@@ -238,7 +238,7 @@ def test_trainer_that_leaves_its_loop_does_not_end_training_for_the_others(tmp_p
     leaves = {"local/0": 10}
     with served_run(tmp_path, "2:2", "async", *CALM, leaves=leaves, pause_s=0.03, epochs=12) as run:
         (run.records / "stay").touch()
-        run.until(lambda: [e for e in run.events() if e["event"] == "left"], "one to break out of its loop")
+        run.until(lambda: [e for e in run.events() if e["event"] == "left"], "a trainer to leave its loop")
         before = run.pids()["local/1"]
         run.kill("local/1")
         run.until(lambda: run.pids().get("local/1", before) != before, "the other to be back")
@@ -249,7 +249,7 @@ def test_trainer_that_leaves_its_loop_does_not_end_training_for_the_others(tmp_p
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_single_trainer_with_servers_trains_as_without_them(tmp_path: Path, servers: int) -> None:
-    """Adam and its schedule, applied shard by shard elsewhere, give what one process gives."""
+    """Check that Adam and its schedule, applied shard by shard on servers, give the result of one process."""
     with checked_run(tmp_path, "1:1", ("sync=stale:0", f"servers={servers}"), epochs=9) as run:
         run.finish()
         run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))

@@ -1,4 +1,4 @@
-"""Trainers, servers and the coordinator die at random: the bound holds, and every shard has every sample once an epoch.
+"""Trainers, servers and the coordinator die at random: the bound holds, and each shard has each sample once an epoch.
 
 A server is killed only while every part has a backup: losing both copies at once is losing the state, and is tested
 with the checkpoint.
@@ -24,7 +24,7 @@ CALM = ("lease_s=2", "restarts.infrastructure=100000", "backoff_s=0.05", "backof
 
 
 def hurt(run: ServedRun, dice: random.Random, stopped: list[tuple[float, int]]) -> bool:
-    """One fault, if the run can bear it."""
+    """Inject one fault, if the run can bear it; return whether it did."""
     kind = dice.choices(["trainer", "server", "notice", "stop", "hang", "coordinator"], [8, 5, 2, 2, 2, 1])[0]
     if kind == "coordinator":
         with contextlib.suppress(StopIteration):
@@ -52,9 +52,9 @@ def hurt(run: ServedRun, dice: random.Random, stopped: list[tuple[float, int]]) 
     return False
 
 
-def wake(stopped: list[tuple[float, int]], everybody: bool = False) -> None:
+def wake(stopped: list[tuple[float, int]], all_members: bool = False) -> None:
     for item in list(stopped):
-        if everybody or time.monotonic() > item[0]:
+        if all_members or time.monotonic() > item[0]:
             stopped.remove(item)
             if psutil.pid_exists(item[1]):
                 os.kill(item[1], signal.SIGCONT)
@@ -75,11 +75,11 @@ def test_random_deaths_keep_the_bound_and_cost_no_sample(tmp_path: Path, sync: s
             done += hurt(run, dice, stopped)
             time.sleep(dice.uniform(0.1, 0.8))
             wake(stopped)
-        wake(stopped, everybody=True)
+        wake(stopped, all_members=True)
         assert done >= FAULTS // 2, f"only {done} faults before the run ended:\n{run.output[-3000:]}"
         run.finish(timeout_s=180)
         run.check_counts()
         if sync.startswith("stale:"):
             bound = int(sync.partition(":")[2])
             print("at most", run.check_bound(bound), "ahead after", done, "faults")
-        assert run.loss() < 0.5, "it did not learn"
+        assert run.loss() < 0.5, "the loss did not fall"

@@ -1,4 +1,4 @@
-"""The script under tests of servers: a small model, and two vectors in which the servers count every sample.
+"""Script for tests of servers: a small model, and two vectors in which the servers count every sample.
 
 The counters are parameters, one in each of two shards, and an optimizer of its own kind counts in them: so what is
 checked at the end is what was really applied, shard by shard.

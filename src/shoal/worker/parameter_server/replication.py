@@ -32,7 +32,7 @@ class ReplicaSender:
     """Sends the updates of a part to one other server, in a thread of its own; they are acknowledged in order.
 
     A `complete` replica has all that the primary has, and from then on no update counts that it did not apply. Until
-    then it is given a copy and the updates since, and nobody waits for it.
+    then it is given a copy and the updates since, and no thread waits for it.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ def test_world_changes_keep_the_workers_and_the_data(closing: Callable[[Any], An
     assert len(ahead.pids) == 2
 
 
-def test_what_was_read_ahead_is_used_if_the_share_is_unchanged(closing: Callable[[Any], Any]) -> None:
+def test_data_read_ahead_is_used_if_the_share_is_unchanged(closing: Callable[[Any], Any]) -> None:
     data = Counted()
     loader = closing(share_loader(data, ORDER, workers=1, prefetch=3))
     for step in range(9):
@@ -121,7 +121,7 @@ def test_what_was_read_ahead_is_used_if_the_share_is_unchanged(closing: Callable
     assert list(data.reads) == [int(index in wanted) for index in range(200)]
 
 
-def test_work_in_flight_for_another_world_is_given_up(closing: Callable[[Any], Any]) -> None:
+def test_reads_in_flight_for_another_world_are_dropped(closing: Callable[[Any], Any]) -> None:
     data = Gated()
     loader = closing(share_loader(data, SampleOrder(200, 16, shuffle=False), workers=1, prefetch=3))
     loader.take(0, (0, 16), always_ahead((0, 16)))
@@ -135,14 +135,14 @@ def test_work_in_flight_for_another_world_is_given_up(closing: Callable[[Any], A
     assert read <= {16, 24, 25, 32, 33}
 
 
-def test_the_last_step_does_not_hang_for_want_of_more(closing: Callable[[Any], Any]) -> None:
+def test_last_step_does_not_wait_for_later_ones(closing: Callable[[Any], Any]) -> None:
     loader = closing(share_loader(Counted(), ORDER, workers=2, prefetch=4))
     for step in range(ORDER.total_steps):
         span = (0, ORDER.size_of(step))
         loader.take(step, span, lambda later: (0, ORDER.size_of(later)) if later < ORDER.total_steps else None)
 
 
-def test_reading_ahead_leaves_the_own_random_numbers_alone(closing: Callable[[Any], Any]) -> None:
+def test_reading_ahead_preserves_the_global_random_state(closing: Callable[[Any], Any]) -> None:
     before = torch.get_rng_state(), random.getstate()
     loader = closing(share_loader(Counted(), ORDER, workers=1))
     loader.take(0, (0, 8), always_ahead((0, 8)))
@@ -150,13 +150,13 @@ def test_reading_ahead_leaves_the_own_random_numbers_alone(closing: Callable[[An
     assert random.getstate() == before[1]
 
 
-def test_a_ghost_is_fed_by_the_workers_too(closing: Callable[[Any], Any]) -> None:
+def test_placeholder_batch_is_read_by_the_workers(closing: Callable[[Any], Any]) -> None:
     loader = closing(share_loader(Counted(), ORDER, workers=1))
     assert loader.placeholder_batch(0).shape == (2, 4)
     assert loader.take(0, (0, 4), always_ahead((0, 4)))[0].shape == (4, 4)
 
 
-def test_a_ghost_reads_ahead_for_its_first_real_step(closing: Callable[[Any], Any]) -> None:
+def test_member_with_an_empty_share_reads_ahead(closing: Callable[[Any], Any]) -> None:
     data = Counted()
     loader = closing(share_loader(data, ORDER, workers=1))
     loader.start()
@@ -171,7 +171,7 @@ def test_a_ghost_reads_ahead_for_its_first_real_step(closing: Callable[[Any], An
     assert list(data.reads) == before
 
 
-def test_an_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) -> None:
+def test_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) -> None:
     loader = closing(share_loader(Hostile(), SampleOrder(20, 4, shuffle=False), workers=1))
     assert loader.take(0, (0, 4), lambda step: (0, 4) if step < 2 else None)[0].tolist() == [0, 1, 2, 3]
     with pytest.raises(SampleFailed, match="sample 7 cannot be read: KeyError") as caught:
@@ -179,24 +179,24 @@ def test_an_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) ->
     assert "__getitem__" in caught.value.__notes__[0]
 
 
-def test_a_worker_that_dies_names_the_sample_that_it_read(closing: Callable[[Any], Any]) -> None:
+def test_dead_worker_is_reported_with_its_sample(closing: Callable[[Any], Any]) -> None:
     loader = closing(share_loader(Hostile(), SampleOrder(20, 4, shuffle=False), workers=2))
     with pytest.raises(LoaderDied, match="while it read sample 9") as caught:
         loader.take(2, (0, 4), lambda _: None)
     assert caught.value.why == "killed by SIGKILL"
 
 
-def test_a_worker_that_died_meanwhile_is_found_at_the_next_step(closing: Callable[[Any], Any]) -> None:
+def test_worker_that_died_between_steps_is_reported_at_the_next_one(closing: Callable[[Any], Any]) -> None:
     loader = closing(share_loader(Counted(), ORDER, workers=2))
     loader.take(0, (0, 4), lambda _: None)
     os.kill(loader.pids[0], signal.SIGKILL)
-    # Its main thread is a zombie before the others have ended, and before that nobody is told of its end.
+    # Its main thread is a zombie before the others have ended, and before that no worker is told of its end.
     os.waitid(os.P_PID, loader.pids[0], os.WEXITED | os.WNOWAIT)
     with pytest.raises(LoaderDied, match="killed by SIGKILL"):
         loader.take(1, (0, 4), lambda _: None)
 
 
-def test_a_notice_to_the_whole_process_tree_does_not_end_the_workers(closing: Callable[[Any], Any]) -> None:
+def test_sigterm_to_the_process_tree_does_not_end_the_workers(closing: Callable[[Any], Any]) -> None:
     loader = closing(share_loader(Counted(), ORDER, workers=1))
     loader.take(0, (0, 4), always_ahead((0, 4)))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -206,7 +206,7 @@ def test_a_notice_to_the_whole_process_tree_does_not_end_the_workers(closing: Ca
     assert not gone(loader.pids[0], within_s=0.1)
 
 
-def test_closing_ends_the_workers() -> None:
+def test_close_ends_the_workers() -> None:
     loader = share_loader(Counted(), ORDER, workers=2)
     loader.start()
     pids = loader.pids
@@ -248,7 +248,7 @@ def test_workers_do_not_outlive_a_killed_member() -> None:
     assert all(gone(pid) for pid in workers)
 
 
-def test_a_member_that_ends_does_not_wait_for_workers_that_hang() -> None:
+def test_ending_member_does_not_wait_for_hanging_workers() -> None:
     member, workers = started("leave")
     assert member.wait(timeout=30) == 0
     assert all(gone(pid) for pid in workers)
@@ -262,7 +262,7 @@ def shard(number: int) -> Callable[[], Iterator[Any]]:
     return read
 
 
-def test_a_stream_read_ahead_is_the_same_stream(closing: Callable[[Any], Any]) -> None:
+def test_stream_read_ahead_is_the_same_stream(closing: Callable[[Any], Any]) -> None:
     shards = [shard(number) for number in range(5)]
     layout = LaneLayout.of(5, 6, lanes=3, epochs=2)
     plain = lane_reader(shards, layout, collate=list)

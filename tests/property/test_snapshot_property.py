@@ -12,17 +12,17 @@ from shoal.worker.transport.snapshot import ChunkReleased, Snapshot
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5),
     readers=st.integers(1, 4),
-    piece_bytes=st.integers(1, 20),
+    chunk_bytes=st.integers(1, 20),
     moves=st.lists(st.integers(0, 9), max_size=120),
     freeze_at=st.integers(0, 120),
 )
-def test_what_a_reader_gets_is_always_the_state_of_the_step(sizes, readers, piece_bytes, moves, freeze_at):
+def test_reader_always_gets_the_state_of_the_step(sizes, readers, chunk_bytes, moves, freeze_at):
     truth = [np.arange(size, dtype=np.uint8) + 1 for size in sizes]
     live = [buffer.copy() for buffer in truth]
     snapshot = Snapshot(0, b"", live, readers=readers)
     plans = {
         f"reader{number}": iter(
-            [(i, at, min(at + piece_bytes, size)) for i, size in enumerate(sizes) for at in range(0, size, piece_bytes)]
+            [(i, at, min(at + chunk_bytes, size)) for i, size in enumerate(sizes) for at in range(0, size, chunk_bytes)]
         )
         for number in range(readers)
     }

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import ShoalError, UnusableData
-from shoal.worker.data.fetch import Batch, Fetcher, Watch, failed, sample_seed
+from shoal.worker.data.fetch import Batch, Fetcher, Watch, sample_failure, sample_seed
 from shoal.worker.data.rng_state import RngState
 
 Rows = NDArray[np.int64]
@@ -174,10 +174,10 @@ class SourceFetcher(Fetcher):
         except Exception as error:
             which = f"samples {', '.join(map(str, ids[:8]))}{' …' if len(ids) > 8 else ''}"
             what = f"one of {which} cannot be read: {type(error).__name__}: {error}"
-            raise failed(what, which, "look for it in the data; all samples must be alike", error) from error
+            raise sample_failure(what, which, "look for it in the data; all samples must be alike", error) from error
         return weighed(found, self._classes)
 
-    def _one_by_one(self, ids: Rows, epoch: int, watch: Watch) -> list[Any] | None:
+    def _read_singly(self, ids: Rows, epoch: int, watch: Watch) -> list[Any] | None:
         """For ghosts: a batch is all that they need."""
         found = self._batch(ids, epoch, watch)
         return None if found is None else [found]

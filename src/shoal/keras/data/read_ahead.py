@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shoal.keras.data.arrays import PyDatasetSource, SourceFetcher
 from shoal.worker.data.read_ahead_processes import ForkedReaders
-from shoal.worker.data.read_ahead_threads import Threads, depth
+from shoal.worker.data.read_ahead_threads import ReadAheadThreads, depth
 from shoal.worker.data.share_loader import ReadAhead
 
 
@@ -26,8 +26,8 @@ class ReadAheadConfig(NamedTuple):
         if not self.depth:
             return None
         if self.processes:
-            return Threads(ForkedReaders(fetcher, self.workers), self.workers, self.prefetch)
+            return ReadAheadThreads(ForkedReaders(fetcher, self.workers), self.workers, self.prefetch)
         if isinstance(fetcher.source, PyDatasetSource):
             # Threads share the global random generators with each other and with the training.
             fetcher.source.seeding = False
-        return Threads(fetcher, self.workers, self.prefetch)
+        return ReadAheadThreads(fetcher, self.workers, self.prefetch)

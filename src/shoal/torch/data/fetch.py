@@ -56,7 +56,7 @@ class TorchFetcher(Fetcher):
     def _batch(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> Batch | None:
         if self._tensors is None:
             return super()._batch(ids, epoch, watch)
-        rows = torch.from_numpy(self._inner(ids))
+        rows = torch.from_numpy(self._indices_of(ids))
         return [tensor[rows] for tensor in self._tensors]
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from shoal.errors import LoaderDied, SampleFailed
 from shoal.worker.data.fetch import BatchReader, ReadKey
-from shoal.worker.data.share_loader import Foresight
+from shoal.worker.data.share_loader import PredictRead
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -61,7 +61,7 @@ class WorkerPool:
         self._ready: dict[ReadKey, Any] = {}
         self._serial = 0
         self._now: ReadKey | None = None
-        self._foresee: Foresight = _nothing
+        self._foresee: PredictRead = _nothing
         self._loader: DataLoader[Any] | None = DataLoader(
             _WorkerDataset(source, self._void, self._reading),  # type: ignore[arg-type]
             batch_size=None,
@@ -94,7 +94,7 @@ class WorkerPool:
         # multiprocessing ends its children by SIGTERM, which they ignore: be there before it at exit.
         atexit.register(self.close)
 
-    def get(self, key: ReadKey, foresee: Foresight) -> Any:
+    def get(self, key: ReadKey, foresee: PredictRead) -> Any:
         """What the source gives for `key`; meanwhile the workers go on with the steps that `foresee` names."""
         self._now, self._foresee = key, cache(foresee)
         if key not in self._ready and key not in self._flying.values():
@@ -112,7 +112,7 @@ class WorkerPool:
             raise answer.error
         return answer
 
-    def look_ahead(self, step: int, foresee: Foresight) -> None:
+    def look_ahead(self, step: int, foresee: PredictRead) -> None:
         """Set idle workers to what is foreseen after `step`, in which nothing is asked of them; waits for nothing."""
         self._now, self._foresee = ReadKey(step, 0, 0, None), cache(foresee)
         self._forget()

@@ -1,4 +1,4 @@
-"""Global batches whose size is chosen while training."""
+"""Feed of global batches whose size is chosen while training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.core.world import World
 from shoal.worker.data.feed import Adjustment, IndexedFeed, MicroBatch
 from shoal.worker.data.share_loader import ShareLoader
 
-# With a batch to choose, the noise is looked at more often: it decides.
+# With a batch size to choose, the gradient noise is measured more often: it decides.
 LOOK_EVERY = 2
 SMOOTH = 0.9
 
@@ -23,60 +23,64 @@ SMOOTH = 0.9
 class AutoFeed(IndexedFeed):
     """Global batches of a map-style dataset, of the size that makes most progress per second.
 
-    All of it is state of the run: every member finds the same decision at the same commit.
+    Everything here is state of the run: every member takes the same decision at the same commit.
     """
 
     def __init__(
-        self, order: SampleOrder, loader: ShareLoader, balance: ShareBalancer, auto: AutoBatch, noise: GradientNoise
+        self, order: SampleOrder, loader: ShareLoader, balancer: ShareBalancer, auto: AutoBatch, noise: GradientNoise
     ) -> None:
-        super().__init__(order, loader, balance)
+        super().__init__(order, loader, balancer)
         self.auto, self._noise = auto, noise
         self._exchange_s = 0.0
 
-    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
+    def micro_batches(self, step: int, world: World, rank: int, catching_up: Collection[int]) -> list[MicroBatch]:
+        """Return this member's share of a step; a lone member gets two micro-batches now and then, to measure noise."""
         if world.size > 1 or step % LOOK_EVERY or self._loader.micro_batch_size is not None:
-            return super().micro_batches(step, world, rank, ghosts)
-        # Alone, and with the batch in one piece, there would be nothing to compare.
+            return super().micro_batches(step, world, rank, catching_up)
+        # The noise is measured by comparing gradients: a single micro-batch has nothing to be compared with.
         self._loader.micro_batch_size = -(-self.global_batch_size(step) // 2)
         try:
-            return super().micro_batches(step, world, rank, ghosts)
+            return super().micro_batches(step, world, rank, catching_up)
         finally:
             self._loader.micro_batch_size = None
 
-    def on_commit(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
+    def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]:
+        """Learn from the reports of a committed step; return changes of the shares and of the batch size."""
         if step and self._order.nominal_size(step) != self._order.nominal_size(step - 1):
             self.balancer.reset_shares()
-        decisions = super().on_commit(step, world, everybody)
-        waits = [pulse.wait_s for pulse in everybody if pulse.measured]
+        adjustments = super().on_commit(step, world, reports)
+        waits = [report.wait_s for report in reports if report.measured]
         if waits:
-            # Whoever is last waits for nobody: what it waits for is the exchange itself.
+            # The slowest member waits for no other: its wait is the exchange itself.
             smooth = SMOOTH if self._exchange_s else 0.0
             self._exchange_s = smooth * self._exchange_s + (1 - smooth) * min(waits)
-        decided = self._choose(step, tuple(seat.member for seat in world.seats))
-        return decisions + ([decided] if decided is not None else [])
+        resized = self._choose_size(step, tuple(seat.member for seat in world.seats))
+        return adjustments + ([resized] if resized is not None else [])
 
-    def _choose(self, step: int, members: tuple[str, ...]) -> Adjustment | None:
+    def _choose_size(self, step: int, members: tuple[str, ...]) -> Adjustment | None:
         def step_seconds(size: int) -> float:
             return self.balancer.step_seconds(size, members) + self._exchange_s
 
-        left = self._order.total_steps - step - 1
-        sure = self.balancer.knows_fixed_costs(members)
-        left_s = left * step_seconds(self._order.nominal_size(step)) if sure else 0.0
-        found = self.auto.on_commit(step, self._noise, step_seconds, costs_known=sure, left_s=left_s)
-        if found is None or found.step >= self._order.total_steps:
+        steps_left = self._order.total_steps - step - 1
+        costs_known = self.balancer.knows_fixed_costs(members)
+        left_s = steps_left * step_seconds(self._order.nominal_size(step)) if costs_known else 0.0
+        change = self.auto.on_commit(step, self._noise, step_seconds, costs_known=costs_known, left_s=left_s)
+        if change is None or change.step >= self._order.total_steps:
             return None
-        self._use(self._order.change_size(found.step, found.size))
-        return Adjustment(found.step, "batch", {"batch": found.size}, found.reason)
+        self._use(self._order.change_size(change.step, change.size))
+        return Adjustment(change.step, "batch", {"batch": change.size}, change.reason)
 
     def _use(self, order: SampleOrder) -> None:
         self._order = self._loader.order = order
         self.total = order.total_steps
 
     def state_dict(self) -> dict[str, Any]:
-        decisions = [list(decision) for decision in self._order.size_changes]
-        return {"auto": self.auto.state_dict(), "decisions": decisions, "exchange_s": self._exchange_s}
+        """Return what later decisions depend on, and the sizes chosen so far."""
+        size_changes = [list(change) for change in self._order.size_changes]
+        return {"auto": self.auto.state_dict(), "size_changes": size_changes, "exchange_s": self._exchange_s}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the sizes and measurements of another member."""
         self.auto.load_state_dict(state["auto"])
         self._exchange_s = state["exchange_s"]
-        self._use(replace(self._order, size_changes=tuple((step, size) for step, size in state["decisions"])))
+        self._use(replace(self._order, size_changes=tuple((step, size) for step, size in state["size_changes"])))

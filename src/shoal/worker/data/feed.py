@@ -1,4 +1,4 @@
-"""What a training loop is fed with: slices of an indexable dataset, or lanes of a stream."""
+"""Feeds: a member's part of every step, from slices of an indexable dataset or from lanes of a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.worker.data.stream_reader import LaneReader
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """Something that all members changed alike at a commit, from which step on, and why."""
+    """A change that all members made alike at a commit: from which step on, of what, and why."""
 
     step: int
     what: str
@@ -29,21 +29,22 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One batch for the loop's body, and how many samples of the global batch it holds: 0 for a ghost's."""
+    """One batch for the loop body, and how many samples of the global batch it holds: 0 for a placeholder."""
 
     batch: Any
     samples: int
 
     def take(self) -> Any:
-        """The batch, at the moment it is given out."""
+        """Return the batch, at the moment it is given to the loop body."""
         return self.batch
 
 
 class Feed(Protocol):
-    """Gives every member its part of every step.
+    """Source of every member's part of every step.
 
-    `balancer` deals out units: samples of an indexed dataset, lanes of a stream; `units` is how many the last pieces of
-    this member were. In exact mode `shard_range` says which shards they were.
+    `balancer` distributes units: samples of an indexed dataset, lanes of a stream. `units` is how many units the last
+    micro-batches of this member were; in exact mode `shard_range` tells which shards. `total` is the number of steps,
+    None if it is not known beforehand.
     """
 
     total: int | None
@@ -62,11 +63,11 @@ class Feed(Protocol):
 
     def global_batch_size(self, step: int) -> int: ...
 
-    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]: ...
+    def micro_batches(self, step: int, world: World, rank: int, catching_up: Collection[int]) -> list[MicroBatch]: ...
 
     def has_more(self) -> bool: ...
 
-    def on_commit(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]: ...
+    def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]: ...
 
     def start(self) -> None: ...
 
@@ -76,86 +77,95 @@ class Feed(Protocol):
 class IndexedFeed:
     """Global batches of a map-style dataset."""
 
-    def __init__(self, order: SampleOrder, loader: ShareLoader, balance: ShareBalancer) -> None:
+    def __init__(self, order: SampleOrder, loader: ShareLoader, balancer: ShareBalancer) -> None:
         self.total: int | None = order.total_steps
-        self.balancer, self.units = balance, 0
+        self.balancer, self.units = balancer, 0
         self.shard_range: ShardRange | None = None
         self._order, self._loader = order, loader
 
     @property
+    def order(self) -> SampleOrder:
+        """The order of the samples."""
+        return self._order
+
+    @property
     def micro_batch_size(self) -> int | None:
-        """The largest piece that this member computes at once."""
+        """The largest number of samples that this member computes at once, None for the whole share."""
         return self._loader.micro_batch_size
 
     def halve_micro_batch(self, samples: int) -> bool:
-        """A piece of so many samples did not fit: halve it. False if nothing smaller can be given out."""
+        """Halve a micro-batch that did not fit into memory; return False if it cannot be made smaller."""
         if samples < 2:
             return False
         self._loader.micro_batch_size = samples // 2
         return True
 
     def ended(self, step: int) -> bool:
+        """Return whether there is no batch for this step."""
         return step >= self._order.total_steps
 
     def cursor(self, step: int) -> Cursor:
+        """Return the epoch and the index in it of a step."""
         return self._order.cursor(step)
 
     def global_batch_size(self, step: int) -> int:
+        """Return the number of samples in the global batch of a step."""
         return self._order.size_of(step)
 
-    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
-        members = told(self.balancer, world)
+    def micro_batches(self, step: int, world: World, rank: int, catching_up: Collection[int]) -> list[MicroBatch]:
+        """Return this member's share of a step; ranks that are catching up have none."""
+        members = register_members(self.balancer, world)
 
-        def ahead(later: int) -> tuple[int, int] | None:
+        def predicted_span(later: int) -> tuple[int, int] | None:
             return None if self.ended(later) else self._span(later, members, rank, ())
 
         if self._loader.micro_batch_size is None:
-            # What did not fit into this member's memory before it was started again does not fit now.
+            # What did not fit into this member's memory before a restart does not fit now.
             self._loader.micro_batch_size = self.balancer.micro_batch_of(members[rank])
-        span = self._span(step, members, rank, ghosts)
+        span = self._span(step, members, rank, catching_up)
         self.units = span[1] - span[0]
-        ghost = [MicroBatch(self._loader.placeholder_batch(step), 0)] if span[0] == span[1] else []
-        # Also with an empty share: the workers read ahead for the steps in which it is not.
-        batches = self._loader.take(step, span, ahead)
-        if ghost:
-            return ghost
+        placeholder = [MicroBatch(self._loader.placeholder_batch(step), 0)] if span[0] == span[1] else []
+        # Also with an empty share: workers then read ahead for later steps in which it is not empty.
+        batches = self._loader.take(step, span, predicted_span)
+        if placeholder:
+            return placeholder
         return [MicroBatch(b, n) for b, n in zip(batches, self._sizes(step, span), strict=True)]
 
-    @property
-    def order(self) -> SampleOrder:
-        return self._order
-
     def read_span(self, step: int, start: int, stop: int) -> list[MicroBatch]:
-        """The pieces of any span of a global batch; nobody knows which one comes next, so nothing is read ahead."""
+        """Return the micro-batches of any span of a global batch; nothing is read ahead, the next span is unknown."""
         batches = self._loader.take(step, (start, stop), lambda _later: None)
         return [MicroBatch(b, n) for b, n in zip(batches, self._loader.sizes((start, stop)), strict=True)]
 
     def has_more(self) -> bool:
+        """Return True: the end is known from the step alone."""
         return True
 
-    def on_commit(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
-        left = self._order.total_steps - step - 1
-        return _observe(self.balancer, step, world, everybody, self.cursor(step).epoch, left)
+    def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]:
+        """Learn from the reports of a committed step; return what changes because of them."""
+        steps_left = self._order.total_steps - step - 1
+        return _observe(self.balancer, step, world, reports, self.cursor(step).epoch, steps_left)
 
     def start(self) -> None:
+        """Start the readers."""
         self._loader.start()
 
     def close(self) -> None:
+        """Stop the readers."""
         self._loader.close()
 
     def _sizes(self, step: int, span: tuple[int, int]) -> tuple[int, ...]:  # noqa: ARG002
         return self._loader.sizes(span)
 
-    def _span(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> tuple[int, int]:
-        return shares_split.span(self.balancer.shares(step, self._order.size_of(step), members, ghosts), rank)
+    def _span(self, step: int, members: Sequence[str], rank: int, catching_up: Collection[int]) -> tuple[int, int]:
+        return shares_split.span(self.balancer.shares(step, self._order.size_of(step), members, catching_up), rank)
 
 
 class StreamFeed:
-    """Global batches of data that cannot be indexed; where an epoch ends is found out by reading."""
+    """Global batches of data that cannot be indexed; the end of an epoch is found by reading."""
 
-    def __init__(self, layout: LaneLayout, reader: LaneReader, balance: ShareBalancer) -> None:
+    def __init__(self, layout: LaneLayout, reader: LaneReader, balancer: ShareBalancer) -> None:
         self.total: int | None = None
-        self.balancer, self.units = balance, 0
+        self.balancer, self.units = balancer, 0
         self._layout, self._reader = layout, reader
         self._cursor = Cursor(0, 0)
         self._more = True
@@ -163,22 +173,26 @@ class StreamFeed:
         self.shard_range: ShardRange | None = None
 
     def halve_micro_batch(self, samples: int) -> bool:  # noqa: ARG002
-        """What is read of a stream is given out in one piece."""
+        """Return False: a member's lanes are always one batch."""
         return False
 
     def ended(self, step: int) -> bool:  # noqa: ARG002
+        """Return whether the last epoch has ended."""
         return self._cursor.epoch >= self._layout.epochs
 
     def cursor(self, step: int) -> Cursor:  # noqa: ARG002
+        """Return the epoch and the index in it of the next step."""
         return self._cursor
 
     def global_batch_size(self, step: int) -> int:  # noqa: ARG002
+        """Return the nominal number of samples in a global batch; the last ones of an epoch may have fewer."""
         return self._layout.size
 
-    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:  # noqa: ARG002
-        # Ghosts have the state, and with it the cursor, by the time they read: they take their lanes at once, because
-        # dealing a lane out anew for a single step would make two members seek in it.
-        shares = self.balancer.shares(step, self._layout.lanes, told(self.balancer, world), ())
+    def micro_batches(self, step: int, world: World, rank: int, catching_up: Collection[int]) -> list[MicroBatch]:  # noqa: ARG002
+        """Return what this member's lanes contribute to the next step."""
+        # Ranks that are catching up have the cursor by the time they read. They take their lanes at once: to give a
+        # lane to another member for a single step would make both seek in it.
+        shares = self.balancer.shares(step, self._layout.lanes, register_members(self.balancer, world), ())
         lanes = self._layout.lanes_of(shares, rank)
         self.units = shares[rank]
         taken = self._reader.take(self._cursor.index, self._cursor.epoch, lanes)
@@ -188,22 +202,28 @@ class StreamFeed:
         return [MicroBatch(taken.batch, taken.samples)]
 
     def has_more(self) -> bool:
+        """Return whether this member's lanes have another sample in this epoch."""
         return self._more
 
-    def on_commit(self, step: int, world: World, everybody: Sequence[StepReport]) -> list[Adjustment]:
-        self._cursor = advance(self._cursor, any(p.more for p in everybody))
-        return _observe(self.balancer, step, world, everybody, self._cursor.epoch, None)
+    def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]:
+        """Advance the cursor and learn from the reports of a committed step; return what changes because of them."""
+        self._cursor = advance(self._cursor, any(report.more for report in reports))
+        return _observe(self.balancer, step, world, reports, self._cursor.epoch, None)
 
     def start(self) -> None:
+        """Start the reader."""
         self._reader.start()
 
     def close(self) -> None:
+        """Stop the reader."""
         self._reader.close()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the cursor and the known lengths of the shards."""
         return {"epoch": self._cursor.epoch, "index": self._cursor.index, "shards": self._reader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the cursor of another reader."""
         self._cursor = Cursor(state["epoch"], state["index"])
         self._reader.load_state_dict(state["shards"])
 
@@ -223,22 +243,27 @@ def make_balancer(
     return ShareBalancer(rules, ahead, first_windows)
 
 
-def told(balance: ShareBalancer, world: World) -> tuple[str, ...]:
-    """The members of a world, of whose speed the balance knows what their agents guessed, if all of them did."""
+def register_members(balancer: ShareBalancer, world: World) -> tuple[str, ...]:
+    """Return the members of a world; pass their agents' speed estimates to the balancer if all of them have one."""
     if all(seat.speed for seat in world.seats):
         for seat in world.seats:
-            balance.set_speed_estimate(seat.member, seat.speed)
+            balancer.set_speed_estimate(seat.member, seat.speed)
     return tuple(seat.member for seat in world.seats)
 
 
 def _observe(
-    balance: ShareBalancer, step: int, world: World, everybody: Sequence[StepReport], epoch: int, left: int | None
+    balancer: ShareBalancer,
+    step: int,
+    world: World,
+    reports: Sequence[StepReport],
+    epoch: int,
+    steps_left: int | None,
 ) -> list[Adjustment]:
-    """Let the balance learn from what the pulses of a committed step say of the one before."""
-    for seat, pulse in zip(world.seats, everybody, strict=True):
-        if pulse.measured:
-            balance.set_micro_batch(seat.member, pulse.micro or None)
+    """Pass the measurements in the reports of a committed step to the balancer; they are of the step before."""
+    for seat, report in zip(world.seats, reports, strict=True):
+        if report.measured:
+            balancer.set_micro_batch(seat.member, report.micro or None)
     members = tuple(seat.member for seat in world.seats)
-    seen = [StepMeasurement(pulse.measured, pulse.data_s + pulse.compute_s) for pulse in everybody]
-    change = balance.observe(step, members, seen, epoch=epoch, steps_left=left)
+    measurements = [StepMeasurement(report.measured, report.data_s + report.compute_s) for report in reports]
+    change = balancer.observe(step, members, measurements, epoch=epoch, steps_left=steps_left)
     return [Adjustment(change.step, "shares", change.shares, change.reason)] if change is not None else []

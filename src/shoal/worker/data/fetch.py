@@ -1,4 +1,8 @@
-"""Read samples of a map-style dataset into batches, such that what comes out does not depend on who reads them."""
+"""Fetching samples of a map-style dataset as batches, with a result that does not depend on the reading process.
+
+Before a sample is read, the global random generators are seeded from (seed, epoch, sample). So augmentation draws the
+same numbers whichever member or worker reads the sample, in whatever order, and however often.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,16 @@ from shoal.worker.data.rng_state import RngState
 Batch = Any
 Collate = Callable[[list[Any]], Batch]
 Watch = Callable[[int], bool]
+"""Called with each sample or lane before it is read; returns False if the result is no longer wanted."""
 
 _MASK = (1 << 64) - 1
 
 
 class ReadKey(NamedTuple):
-    """What identifies a piece of work; the same key always gives the same batches.
+    """Identity of one read; the same key always gives the same batches.
 
-    `start` and `stop` are positions of an epoch's order, or lanes of a stream.
+    `start` and `stop` are positions in the order of an epoch, or lanes of a stream. `micro_batch_size` is the largest
+    number of samples in one micro-batch, or the sizes of all of them. A `bare` read returns samples, not batches.
     """
 
     step: int
@@ -38,21 +44,19 @@ class ReadKey(NamedTuple):
 
 
 class BatchReader(Protocol):
-    """What reads data, in this process or in a worker; `noun` is what its watch is told."""
+    """Source of batches, in this process or in a worker; `noun` names what its watch is called with."""
 
     noun: str
 
     def read(self, key: ReadKey, watch: Watch) -> Any | None:
-        """What belongs to this key; None as soon as watch(sample) says that nobody wants it any more."""
+        """Return the data of this key, or None as soon as `watch` returns False."""
         ...
 
 
 class Fetcher:
-    """Turns a slice of a global batch into batches.
+    """Reads slices of global batches from a dataset and collates them into micro-batches.
 
-    Before a sample is read, the global generators are seeded from (seed, epoch, sample), so that augmentation is the
-    same whoever reads it, and in which order. `indices` are the samples of the source that make up the dataset, if not
-    all of them do.
+    `indices` are the samples of the source that make up the dataset, if not all of them do.
     """
 
     noun = "sample"
@@ -80,102 +84,106 @@ class Fetcher:
         return False
 
     def read(self, key: ReadKey, watch: Watch) -> list[Any] | None:
-        """The pieces of the slice that `key` names, or its samples if they are to be bare."""
+        """Return the micro-batches of the slice that `key` names, or its samples for a bare key."""
         epoch = key.epoch
         if key.bare:
-            return self._one_by_one(self._order.ids_at(epoch, key.start, key.stop), epoch, watch)
-        found: list[Batch] = []
+            return self._read_singly(self._order.ids_at(epoch, key.start, key.stop), epoch, watch)
+        batches: list[Batch] = []
         start = key.start
-        for size in cut(key.stop - key.start, key.micro_batch_size):
+        for size in micro_batch_sizes(key.stop - key.start, key.micro_batch_size):
             ids = self._order.ids_at(epoch, start, start + size)
             start += size
             batch = self._batch(ids, epoch, watch)
             if batch is None:
                 return None
-            found.append(batch)
-        return found
+            batches.append(batch)
+        return batches
 
     def collate(self, samples: list[Any]) -> Batch:
-        """One batch of these samples."""
-        return combine(self._collate, samples, "a ghost's batch")
+        """Return one batch of these samples."""
+        return collate_samples(self._collate, samples, "the placeholder batch")
 
     def _batch(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> Batch | None:
-        samples = self._at_once(ids, epoch, watch) if self._batched else self._one_by_one(ids, epoch, watch)
+        samples = self._read_together(ids, epoch, watch) if self._batched else self._read_singly(ids, epoch, watch)
         if samples is None:
             return None
-        return combine(self._collate, samples, f"samples {', '.join(map(str, ids[:8]))}{' …' if len(ids) > 8 else ''}")
+        where = f"samples {', '.join(map(str, ids[:8]))}{' …' if len(ids) > 8 else ''}"
+        return collate_samples(self._collate, samples, where)
 
-    def _one_by_one(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> list[Any] | None:
-        found = []
-        for sample, inner in zip(ids.tolist(), self._inner(ids).tolist(), strict=True):
+    def _read_singly(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> list[Any] | None:
+        samples = []
+        for sample, index in zip(ids.tolist(), self._indices_of(ids).tolist(), strict=True):
             if not watch(sample):
                 return None
             self.generators.seed(sample_seed(self._order.seed, epoch, sample))
             try:
-                found.append(self._source[inner])
+                samples.append(self._source[index])
             except Exception as error:
                 raise _unreadable(f"sample {sample}", sample, error) from error
-        return found
+        return samples
 
-    def _at_once(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> list[Any] | None:
-        """All samples in one call, unless that draws random numbers: then the result would depend on the slice."""
+    def _read_together(self, ids: NDArray[np.int64], epoch: int, watch: Watch) -> list[Any] | None:
+        """Read all samples in one call, unless it draws random numbers: then the result would depend on the slice."""
         if not watch(int(ids[0])):
             return None
         self.generators.seed(sample_seed(self._order.seed, epoch, int(ids[0])))
         before = self.generators.state()
         try:
-            found = list(self._source.__getitems__(self._inner(ids).tolist()))
+            samples = list(self._source.__getitems__(self._indices_of(ids).tolist()))
         except Exception as error:
             raise _unreadable(f"one of samples {', '.join(map(str, ids[:8]))}…", int(ids[0]), error) from error
         if self.generators.same(before, self.generators.state()):
-            return found
+            return samples
         self._batched = False
-        return self._one_by_one(ids, epoch, watch)
+        return self._read_singly(ids, epoch, watch)
 
-    def _inner(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _indices_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return ids if self._indices is None else self._indices[ids]
 
 
 def always(_: int) -> bool:
-    """A watch that never gives up."""
+    """Return True: a watch for data that is wanted in any case."""
     return True
 
 
-def combine(collate: Collate, samples: list[Any], where: str) -> Batch:
-    """One batch of these samples."""
+def collate_samples(collate: Collate, samples: list[Any], where: str) -> Batch:
+    """Return one batch of these samples; raise SampleFailed if they cannot be collated."""
     try:
         return collate(samples)
     except Exception as error:
         what = f"{len(samples)} samples cannot be put into one batch: {_text(error)}"
-        raise failed(what, where, "make all samples alike, or pass collate=", error) from error
+        raise sample_failure(what, where, "make all samples alike, or pass collate=", error) from error
 
 
-def cut(count: int, micro: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """The sizes of the pieces: as given, or of at most `micro` samples, nearly equal, so that none is a lone sample."""
-    if isinstance(micro, tuple):
-        return micro
+def micro_batch_sizes(count: int, limit: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the sizes of the micro-batches of `count` samples: as given, or nearly equal and at most `limit`.
+
+    Nearly equal, so that none is a single sample, which BatchNorm refuses.
+    """
+    if isinstance(limit, tuple):
+        return limit
     if count == 0:
         return ()
-    return split(count, [1] * (-(-count // micro) if micro else 1))
+    return split(count, [1] * (-(-count // limit) if limit else 1))
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
-    """64 bits for one sample of one epoch."""
+    """Return the 64-bit seed of one sample of one epoch."""
     mixed = (_epoch_key(seed, epoch) + sample * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 31)
 
 
-def failed(what: str, where: str, do: str, error: BaseException) -> SampleFailed:
-    """An error of the user's dataset, with its traceback as a note: the traceback itself does not travel."""
+def sample_failure(what: str, where: str, do: str, error: BaseException) -> SampleFailed:
+    """Return an error of the user's dataset with its traceback as a note, which survives pickling."""
     failure = SampleFailed(what, where=where, why=_text(error), do=do)
     failure.add_note("".join(traceback.format_exception(error)))
     return failure
 
 
 def _unreadable(which: str, sample: int, error: BaseException) -> SampleFailed:
-    return failed(
+    return sample_failure(
         f"{which} cannot be read: {_text(error)}", f"dataset[{sample}]", f"try dataset[{sample}] alone", error
     )
 

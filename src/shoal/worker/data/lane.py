@@ -1,4 +1,9 @@
-"""One lane of a stream: shards read one after the other, from any position, each sample once."""
+"""One lane of a stream: shards read one after another, from any position, each sample once.
+
+A shard can only be read forward, from its start or after skipping. A lane therefore keeps a window of recent samples
+(an uncommitted step is taken again) and the lengths of the shards it has read to their end (a shard before the wanted
+position need not be opened at all).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any
 
 from shoal.core.data.lanes import LaneLayout, locate
 from shoal.errors import SampleFailed, ShardChanged, UnusableShard
-from shoal.worker.data.fetch import failed, sample_seed
+from shoal.worker.data.fetch import sample_failure, sample_seed
 from shoal.worker.data.rng_state import RngState
 
 Open = Callable[[Any], Iterable[Any]]
@@ -23,9 +28,9 @@ NOWHERE = 1 << 62
 class Shards:
     """The shards of a stream, each of which can be opened at any sample.
 
-    A shard is a function without arguments that gives an iterator, or something that can be iterated over anew; with
-    `open`, it is whatever that takes. A sequence is entered directly, and so is an iterator with a method ``skip(n)``
-    that returns how many samples it passed over; of all others the first n are read and thrown away.
+    A shard is a function without arguments that returns an iterator, or an iterable that can be iterated repeatedly;
+    with `open`, it is any argument of that function. A sequence is entered directly, and so is an iterator with a
+    method ``skip(n)`` that returns how many samples it skipped; of all others the first n are read and dropped.
     """
 
     def __init__(self, shards: Sequence[Any], open: Open | None = None) -> None:
@@ -44,26 +49,30 @@ class Shards:
         return len(self._shards)
 
     def known_lengths(self) -> Lengths:
-        """The lengths of those shards that are sequences."""
+        """Return the lengths of the shards that are sequences."""
         if self._open is not None:
             return {}
         return {number: len(shard) for number, shard in enumerate(self._shards) if isinstance(shard, Sequence)}
 
     def enter(self, number: int, first: int) -> tuple[Iterator[Any], int]:
-        """An iterator over this shard, and how many of its first samples it has passed over."""
+        """Return an iterator over a shard, and how many of its first samples were skipped, at most `first`."""
         shard = self._shards[number]
         if self._open is None and isinstance(shard, Sequence):
             return map(shard.__getitem__, range(first, len(shard))), first
         opened = self._open(shard) if self._open else shard if isinstance(shard, Iterable) else shard()
-        found = iter(opened)
-        passed = found.skip(first) if first and hasattr(found, "skip") else 0
-        if not isinstance(passed, int) or not 0 <= passed <= first:
-            raise TypeError(f"skip({first}) of {type(found).__name__} returned {passed!r}, not how many it passed over")
-        return found, passed
+        iterator = iter(opened)
+        skipped = iterator.skip(first) if first and hasattr(iterator, "skip") else 0
+        if not isinstance(skipped, int) or not 0 <= skipped <= first:
+            name = type(iterator).__name__
+            raise TypeError(f"skip({first}) of {name} returned {skipped!r}, not how many samples it skipped")
+        return iterator, skipped
 
 
 class Lane:
-    """One lane, read forward; the last few steps are kept, because a step that did not commit is taken again."""
+    """One lane of one epoch, read forward; the last few steps are kept, because an uncommitted step is taken again.
+
+    `_window` holds the samples from position `_base` on; `_shard_index` and `_index` are the next sample to read.
+    """
 
     def __init__(
         self,
@@ -77,17 +86,17 @@ class Lane:
         self.epoch = epoch
         self._shards, self._generators = shards, generators
         self._number = number
-        self._seed_of_run = layout.seed
-        self._numbers = layout.shards_of(number, epoch)
+        self._run_seed = layout.seed
+        self._shard_numbers = layout.shards_of(number, epoch)
         self._lengths = lengths
         self._window: deque[Any] = deque()
         self._base = 0
-        self._place = 0
+        self._shard_index = 0
         self._index = 0
         self._iterator: Iterator[Any] | None = None
 
     def take(self, position: int, count: int, keep: int) -> tuple[list[Any], bool]:
-        """Samples position…position+count, and whether there is one after them; `keep` samples before stay at hand."""
+        """Return samples position…position+count and whether another one follows; keep `keep` samples before them."""
         if not self._base <= position <= self._base + len(self._window):
             self._seek(position)
         self._discard_below(position - keep)
@@ -97,21 +106,21 @@ class Lane:
         return list(islice(self._window, start, start + count)), len(self._window) > start + count
 
     def close(self) -> None:
-        """Let go of the open shard."""
+        """Close the open shard."""
         if self._iterator is not None and hasattr(self._iterator, "close"):
             self._iterator.close()
         self._iterator = None
 
     def _seek(self, position: int) -> None:
-        """Go back, or over shards that need not be read; within an open shard it is read on."""
-        place, rest = locate(self._numbers, position, self._lengths)
-        if position > self._base and place <= self._place and self._iterator is not None:
+        """Move to a position backwards, or forwards across shards; within the open shard, reading on is enough."""
+        shard_index, offset = locate(self._shard_numbers, position, self._lengths)
+        if position > self._base and shard_index <= self._shard_index and self._iterator is not None:
             return
         self.close()
         self._window.clear()
-        self._place, self._index, self._base = place, 0, position - rest
-        if place < len(self._numbers):
-            self._open(rest)
+        self._shard_index, self._index, self._base = shard_index, 0, position - offset
+        if shard_index < len(self._shard_numbers):
+            self._open(offset)
             self._base += self._index
 
     def _discard_below(self, floor: int) -> None:
@@ -120,8 +129,8 @@ class Lane:
             self._base += 1
 
     def _read(self) -> bool:
-        """Bring one more sample into the window; False at the end of the lane."""
-        while self._place < len(self._numbers):
+        """Read one more sample into the window; return False at the end of the lane."""
+        while self._shard_index < len(self._shard_numbers):
             if self._iterator is None:
                 self._open(0)
             try:
@@ -130,7 +139,7 @@ class Lane:
             except StopIteration:
                 self._learn(ended=True)
                 self.close()
-                self._place, self._index = self._place + 1, 0
+                self._shard_index, self._index = self._shard_index + 1, 0
                 continue
             except Exception as error:
                 raise self._unreadable(f"sample {self._index}", error) from error
@@ -147,31 +156,31 @@ class Lane:
             raise self._unreadable("the beginning", error) from error
 
     def _learn(self, ended: bool) -> None:
-        known = self._lengths.get(self._shard)
-        if known is None and ended:
+        length = self._lengths.get(self._shard)
+        if length is None and ended:
             self._lengths[self._shard] = self._index
-        elif known is not None and (self._index > known or (ended and self._index != known)):
+        elif length is not None and (self._index > length or (ended and self._index != length)):
             raise ShardChanged(
-                f"shard {self._shard} now has {self._index if ended else 'more than ' + str(known)} samples",
+                f"shard {self._shard} now has {self._index if ended else 'more than ' + str(length)} samples",
                 where=f"lane {self._number}, epoch {self.epoch}",
-                why=f"it had {known} when it was read before",
-                do="give every shard the same samples in the same order whenever it is opened",
+                why=f"it had {length} when it was read before",
+                do="return the same samples in the same order whenever a shard is opened",
             )
 
     @property
     def _shard(self) -> int:
-        return self._numbers[self._place]
+        return self._shard_numbers[self._shard_index]
 
     def _seed(self, index: int) -> None:
-        self._generators.seed(sample_seed(self._seed_of_run, self.epoch, self._shard * SHARD + index))
+        self._generators.seed(sample_seed(self._run_seed, self.epoch, self._shard * SHARD + index))
 
     def _unreadable(self, which: str, error: Exception) -> SampleFailed:
-        # A generator that raised is at its end; whoever tries again must open the shard anew, or samples would be lost.
+        # A generator that raised is exhausted: the next attempt must open the shard again, or samples would be lost.
         self.close()
         self._window.clear()
         self._base = NOWHERE
         what = f"{which} of shard {self._shard} cannot be read: {type(error).__name__}: {error}"
-        return failed(what, f"lane {self._number}, epoch {self.epoch}", f"try shard {self._shard} alone", error)
+        return sample_failure(what, f"lane {self._number}, epoch {self.epoch}", f"try shard {self._shard} alone", error)
 
 
 def _unusable(number: int, why: str, do: str) -> UnusableShard:

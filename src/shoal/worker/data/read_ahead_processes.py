@@ -1,4 +1,4 @@
-"""Processes that read data, for what holds Python up: they live as long as their member, and never longer."""
+"""Processes that read data, for datasets that hold the GIL; they live as long as their member and never longer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEWER = "ask for fewer workers, or workers=0 to see the cause"
 
 
 class ForkedReaders:
-    """Reads a source in processes that are forked when it is started; whoever asks waits for one that is free."""
+    """Reads a source in forked processes; a caller waits for a free one."""
 
     def __init__(self, source: BatchReader, workers: int) -> None:
         self.noun = source.noun
@@ -30,20 +30,20 @@ class ForkedReaders:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return tuple(one.process.pid or 0 for one in self._workers)
+        return tuple(worker.process.pid or 0 for worker in self._workers)
 
     def start(self) -> None:
-        """Fork, from a thread that lives as long as the member: the processes die with it."""
+        """Fork the processes; call this from a thread that lives as long as the member, because they die with it."""
         if self._workers:
             return
         self._workers = [_Worker(self._source) for _ in range(self._count)]
-        for one in self._workers:
-            self._free.put(one)
-        # multiprocessing ends its children by SIGTERM, which they ignore: be there before it at exit.
+        for worker in self._workers:
+            self._free.put(worker)
+        # multiprocessing ends its children with SIGTERM, which these ignore: run before it at exit.
         atexit.register(self.close)
 
     def read(self, key: ReadKey, watch: Watch) -> Any | None:
-        """What the source gives for this key, wherever it is read."""
+        """Return the data of this key, read in one of the processes."""
         self.start()
         worker = self._free.get()
         try:
@@ -52,52 +52,54 @@ class ForkedReaders:
             self._free.put(worker)
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         if os.getpid() != self._owner:
             return
         atexit.unregister(self.close)
-        for one in self._workers:
-            one.process.kill()
-        for one in self._workers:
-            one.process.join(CLOSE_S)
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join(CLOSE_S)
 
 
 class _Worker:
+    """One process and the pipe to it."""
+
     def __init__(self, source: BatchReader) -> None:
-        self._here, there = multiprocessing.Pipe()
+        self._pipe, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_serve, args=(source, there, os.getpid()), daemon=True)
+        self.process = context.Process(target=_serve, args=(source, child_end, os.getpid()), daemon=True)
         self.process.start()
-        there.close()
+        child_end.close()
 
     def read(self, key: ReadKey) -> Any:
         try:
-            self._here.send(key)
-            found = self._here.recv()
+            self._pipe.send(key)
+            reply = self._pipe.recv()
         except (EOFError, OSError) as error:
             self.process.join(CLOSE_S)
             code = self.process.exitcode
             why = f"its exit code is {code}" if code is not None else "its pipe is closed"
             raise LoaderDied(f"data worker {self.process.pid} ended", why=why, do=FEWER) from error
-        if isinstance(found, _ReaderError):
-            raise found.error()
-        return found
+        if isinstance(reply, _ReaderError):
+            raise reply.error()
+        return reply
 
 
 class _ReaderError:
-    """What a worker answers instead of batches; notes do not travel with an error."""
+    """Reply of a worker whose read failed: the error and its notes, which pickling would drop."""
 
     def __init__(self, error: ShoalError) -> None:
-        self._told, self._notes = error, list(getattr(error, "__notes__", ()))
+        self._error, self._notes = error, list(getattr(error, "__notes__", ()))
 
     def error(self) -> ShoalError:
         for note in self._notes:
-            self._told.add_note(note)
-        return self._told
+            self._error.add_note(note)
+        return self._error
 
 
-def _serve(source: BatchReader, here: Connection, parent: int) -> None:
-    """The life of a worker: it leaves signals to its member, and dies with it."""
+def _serve(source: BatchReader, pipe: Connection, parent: int) -> None:
+    """Read keys from the pipe and reply with their data; ignore signals, and die with the member."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -107,10 +109,10 @@ def _serve(source: BatchReader, here: Connection, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     while True:
         try:
-            key = here.recv()
+            key = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            here.send(source.read(key, always))
+            pipe.send(source.read(key, always))
         except ShoalError as error:
-            here.send(_ReaderError(error))
+            pipe.send(_ReaderError(error))

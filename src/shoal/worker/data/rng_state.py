@@ -11,28 +11,29 @@ import numpy as np
 
 
 class RngState:
-    """Those of Python and NumPy; a framework adds its own."""
+    """State of the global generators of Python and NumPy; a framework's subclass adds its own."""
 
     def seed(self, seed: int) -> None:
-        """Let all of them start anew."""
+        """Seed all of them."""
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
 
     def state(self) -> tuple[Any, ...]:
-        """What `restore` takes and `same` compares."""
+        """Return the states, for `restore` and `same`."""
         return random.getstate(), np.random.get_state()
 
     def restore(self, state: tuple[Any, ...]) -> None:
+        """Set the states that `state` returned."""
         random.setstate(state[0])
         np.random.set_state(state[1])
 
-    def same(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-        """Whether nothing was drawn between two states."""
-        return one[0] == other[0] and all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    def same(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+        """Return whether nothing was drawn between two states."""
+        return before[0] == after[0] and all(np.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Leave them as they were."""
+        """Restore the states at the end of the block."""
         before = self.state()
         try:
             yield

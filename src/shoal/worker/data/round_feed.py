@@ -1,4 +1,4 @@
-"""What feeds local training: this member's share of a round, as batches that are read when they are due."""
+"""Feed of local SGD: a member's share of a round, as local batches that are read when they are due."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any
 from shoal.core.data.rounds import RoundOrder, local_batches
 from shoal.core.shares.balancer import ShareBalancer
 from shoal.core.world import World
-from shoal.worker.data.feed import IndexedFeed, MicroBatch, told
-from shoal.worker.data.fetch import Batch, ReadKey, cut
-from shoal.worker.data.share_loader import Foresight, ShareLoader, Span
+from shoal.worker.data.feed import IndexedFeed, MicroBatch, register_members
+from shoal.worker.data.fetch import Batch, ReadKey, micro_batch_sizes
+from shoal.worker.data.share_loader import PredictRead, ShareLoader, Span
 
-# A round is many steps long: one of them tells as much of the members' speeds as several steps do.
+# A round is many steps long: one round shows as much of the members' speeds as several steps do.
 FIRST_ROUNDS = (1, 2, 4)
 
 
 class BatchLoader(ShareLoader):
-    """Reads one batch after the other, not all of a round at once."""
+    """Loader of one local batch at a time instead of a whole round."""
 
-    def batch(self, key: ReadKey, foresee: Foresight) -> list[Batch]:
-        """The pieces of one batch; `foresee` names those that follow, by their number."""
+    def batch(self, key: ReadKey, predict: PredictRead) -> list[Batch]:
+        """Return the micro-batches of one local batch; `predict` names later ones by their number."""
         if self._ahead:
-            pieces: list[Batch] = self._ahead.get(key, foresee)
-            return pieces
+            batches: list[Batch] = self._ahead.get(key, predict)
+            return batches
         return self._get(key, lambda _: None)
 
-    def look_ahead(self, number: int, foresee: Foresight) -> None:
-        """Read what follows batch `number`, without waiting for anything."""
+    def look_ahead(self, number: int, predict: PredictRead) -> None:
+        """Start reading what follows batch `number`; return at once."""
         if self._ahead:
-            self._ahead.look_ahead(number, foresee)
+            self._ahead.look_ahead(number, predict)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
-    """One batch of a round: how many samples it has, and which of the round's pieces make it up."""
+    """One batch of a round: how many samples it has, and the first and last of the round's micro-batches in it."""
 
     samples: int
     first: int
@@ -44,104 +44,110 @@ class LocalBatch:
 
 
 class _LazyMicroBatch(MicroBatch):
-    """A piece that is read when it is given out."""
+    """A micro-batch that is read when it is given to the loop body; `batch` is the function that reads it."""
 
     def take(self) -> Any:
         return self.batch()
 
 
 class RoundFeed(IndexedFeed):
-    """Rounds of a map-style dataset; `lots` are the batches of this member's share, `read_s` what reading them took."""
+    """Rounds of a map-style dataset; a step of this feed is a round.
+
+    `local_batches` are the batches of this member's share, and `read_s` is how long reading them took.
+    """
 
     _order: RoundOrder
     _loader: BatchLoader
 
-    def __init__(self, order: RoundOrder, loader: BatchLoader, balance: ShareBalancer) -> None:
-        super().__init__(order, loader, balance)
+    def __init__(self, order: RoundOrder, loader: BatchLoader, balancer: ShareBalancer) -> None:
+        super().__init__(order, loader, balancer)
         self.local_batches: list[LocalBatch] = []
         self.read_s = 0.0
         self._members = 1
-        # Batches are numbered through, so that those of the next round can be read ahead.
+        # Batches are numbered across rounds, so that those of the next round can be read ahead.
         self._step, self._first, self._count = 0, 0, 0
 
     @property
     def micro_batch_size(self) -> int | None:
-        """The largest piece that this member computes at once."""
+        """The largest number of samples that this member computes at once."""
         local = -(-self._order.batch // self._members)
         return min(local, self._loader.micro_batch_size or local)
 
     def global_batches_in(self, step: int) -> int:
-        """How many global batches a round is worth."""
+        """Return how many global batches a round corresponds to."""
         return self._order.batches_in(step)
 
     def global_batches_due(self, step: int, batches: int) -> int:
-        """How many of those have passed after so many batches of this member's own, of its share of this round."""
+        """Return how many global batches of a round have passed after so many of this member's local batches."""
         return batches * self._order.batches_in(step) // len(self.local_batches)
 
-    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
-        members = told(self.balancer, world)
-        start, stop = self._span(step, members, rank, ghosts)
+    def micro_batches(self, step: int, world: World, rank: int, catching_up: Collection[int]) -> list[MicroBatch]:
+        """Return this member's share of a round; each local batch is read when its first micro-batch is taken."""
+        members = register_members(self.balancer, world)
+        start, stop = self._span(step, members, rank, catching_up)
         self._first += self._count if step != self._step else 0
         sizes = local_batches(stop - start, self._order.batch, world.size)
         self._step, self._members, self._count = step, world.size, len(sizes)
         self.units, self.read_s, self.local_batches = stop - start, 0.0, []
-        foresee = self._foresight(step, (start, stop), members, rank)
-        found: list[MicroBatch] = []
+        predict = self._predict_batches(step, (start, stop), members, rank)
+        batches: list[MicroBatch] = []
         for number, samples in enumerate(sizes, self._first):
-            parts = cut(samples, self._loader.micro_batch_size)
-            self.local_batches.append(LocalBatch(samples, len(found), len(found) + len(parts) - 1))
-            read = _LazyBatch(lambda number=number: self._read(number, foresee))  # type: ignore[misc]
-            found += [_LazyMicroBatch(read.next, part) for part in parts]
-        if not found:
-            # The workers read ahead for the rounds in which the share is not empty.
+            parts = micro_batch_sizes(samples, self._loader.micro_batch_size)
+            self.local_batches.append(LocalBatch(samples, len(batches), len(batches) + len(parts) - 1))
+            lazy = _LazyBatch(lambda number=number: self._read(number, predict))  # type: ignore[misc]
+            batches += [_LazyMicroBatch(lazy.next, part) for part in parts]
+        if not batches:
+            # Workers then read ahead for the rounds in which the share is not empty.
             self.local_batches = [LocalBatch(0, 0, 0)]
-            found = [MicroBatch(self._loader.placeholder_batch(step), 0)]
-            self._loader.look_ahead(self._first - 1, foresee)
-        return found
+            batches = [MicroBatch(self._loader.placeholder_batch(step), 0)]
+            self._loader.look_ahead(self._first - 1, predict)
+        return batches
 
-    def _read(self, number: int, foresee: Foresight) -> list[Batch]:
+    def _read(self, number: int, predict: PredictRead) -> list[Batch]:
         began = time.perf_counter()
-        key = foresee(number)
+        key = predict(number)
         assert key is not None
-        pieces = self._loader.batch(key, foresee)
+        batches = self._loader.batch(key, predict)
         self.read_s += time.perf_counter() - began
-        return pieces
+        return batches
 
-    def _foresight(self, step: int, span: Span, members: Sequence[str], rank: int) -> Foresight:
-        first, micro = self._first, self._loader.micro_batch_size
-        known: dict[int, list[ReadKey]] = {}
+    def _predict_batches(self, step: int, span: Span, members: Sequence[str], rank: int) -> PredictRead:
+        """Return the prediction for batch numbers from this round on, across the following rounds."""
+        first, micro_batch_size = self._first, self._loader.micro_batch_size
+        keys_by_round: dict[int, list[ReadKey]] = {}
 
         def keys_of(later: int) -> list[ReadKey]:
-            if later not in known:
+            if later not in keys_by_round:
                 start, stop = span if later == step else self._span(later, members, rank, ())
-                place, at, known[later] = self._order.position(later), start, []
+                position, at, keys = self._order.position(later), start, []
                 for samples in local_batches(stop - start, self._order.batch, len(members)):
-                    begin = place.first + at
-                    known[later].append(ReadKey(0, begin, begin + samples, micro, epoch=place.epoch))
+                    begin = position.first + at
+                    keys.append(ReadKey(0, begin, begin + samples, micro_batch_size, epoch=position.epoch))
                     at += samples
-            return known[later]
+                keys_by_round[later] = keys
+            return keys_by_round[later]
 
-        def foresee(number: int) -> ReadKey | None:
-            later, on = step, number - first
+        def predict(number: int) -> ReadKey | None:
+            later, index = step, number - first
             while not self.ended(later):
                 keys = keys_of(later)
-                if on < len(keys):
-                    return keys[on]._replace(step=number)
+                if index < len(keys):
+                    return keys[index]._replace(step=number)
                 if not keys and later > step:
                     return None
-                later, on = later + 1, on - len(keys)
+                later, index = later + 1, index - len(keys)
             return None
 
-        return foresee
+        return predict
 
 
 class _LazyBatch:
-    """The pieces of one batch, which are read together when the first of them is asked for."""
+    """The micro-batches of one local batch, read together when the first of them is requested."""
 
     def __init__(self, read: Callable[[], list[Batch]]) -> None:
         self._read = read
-        self._left: list[Batch] = []
+        self._remaining: list[Batch] = []
 
     def next(self) -> Batch:
-        self._left = self._left or self._read()
-        return self._left.pop(0)
+        self._remaining = self._remaining or self._read()
+        return self._remaining.pop(0)

@@ -1,4 +1,4 @@
-"""This member's share of global batch k, read ahead, without caring how often the world changes."""
+"""Loader of a member's share of global batch k, read ahead where possible, however often the world changes."""
 
 from __future__ import annotations
 
@@ -7,106 +7,108 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from shoal.core.data.sample_order import SampleOrder
-from shoal.worker.data.fetch import Batch, Fetcher, ReadKey, always, cut
+from shoal.worker.data.fetch import Batch, Fetcher, ReadKey, always, micro_batch_sizes
 
 Span = tuple[int, int]
-Foresight = Callable[[int], ReadKey | None]
-Spans = Callable[[int], Span | None]
+PredictRead = Callable[[int], ReadKey | None]
+"""Returns what will probably be read for a later step, None if nothing is."""
+PredictSpan = Callable[[int], Span | None]
+"""Returns the span of a later global batch that will probably be this member's, None if there is none."""
 
 # BatchNorm refuses to train on a single sample.
-GHOST_SAMPLES = 2
+PLACEHOLDER_SAMPLES = 2
 
 
 class ReadAhead(Protocol):
-    """Reads ahead in processes of its own."""
+    """Reads later steps in the background, in threads or processes of its own."""
 
     @property
     def pids(self) -> tuple[int, ...]: ...
 
     def start(self) -> None: ...
 
-    def get(self, key: ReadKey, foresee: Foresight) -> Any: ...
+    def get(self, key: ReadKey, predict: PredictRead) -> Any: ...
 
-    def look_ahead(self, step: int, foresee: Foresight) -> None: ...
+    def look_ahead(self, step: int, predict: PredictRead) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Reader:
-    """What reads data when asked, or lets `ahead` do it before."""
+    """Base of the loaders: reads when asked, or passes on what `ahead` has read before."""
 
     def __init__(self, ahead: ReadAhead | None) -> None:
         self._ahead = ahead
-        self._ghost_samples: list[Any] = []
+        self._placeholder_samples: list[Any] = []
         if ahead:
             weakref.finalize(self, ahead.close)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The worker processes."""
+        """The process ids of the workers."""
         return self._ahead.pids if self._ahead else ()
 
     def start(self) -> None:
-        """Start the worker processes before the first batch is asked for; call it from the main thread."""
+        """Start the workers before the first batch is requested; call this from the main thread."""
         if self._ahead:
             self._ahead.start()
 
 
 class ShareLoader(Reader):
-    """Reads slices of global batches from a map-style dataset, ahead of time or, if nothing does that, when asked.
+    """Reads spans of global batches from a map-style dataset, ahead of time or on demand.
 
-    `micro`, the largest number of samples in one piece, and the sizes of the order's batches may change between steps.
+    `micro_batch_size` and the sizes of the order's batches may change between steps.
     """
 
     def __init__(
-        self, order: SampleOrder, fetcher: Fetcher, ahead: ReadAhead | None = None, micro: int | None = None
+        self, order: SampleOrder, fetcher: Fetcher, ahead: ReadAhead | None = None, micro_batch_size: int | None = None
     ) -> None:
         super().__init__(ahead)
-        self.micro_batch_size = micro
+        self.micro_batch_size = micro_batch_size
         self.order = order
         self._fetcher = fetcher
 
     def sizes(self, span: Span) -> tuple[int, ...]:
-        """How many samples each piece that `take` gives for this span has."""
-        return cut(span[1] - span[0], self.micro_batch_size)
+        """Return the number of samples in each micro-batch that `take` returns for this span."""
+        return micro_batch_sizes(span[1] - span[0], self.micro_batch_size)
 
-    def take(self, step: int, span: Span, ahead: Spans) -> list[Batch]:
-        """The pieces of this span of global batch `step`; ahead(later step) says what will probably be asked for."""
+    def take(self, step: int, span: Span, predict_span: PredictSpan) -> list[Batch]:
+        """Return the micro-batches of a span of global batch `step`, and read ahead what is predicted to follow."""
         if span[0] < span[1]:
-            return self._get(self._key(step, span), ahead)
+            return self._get(self._key(step, span), predict_span)
         if self._ahead:
-            self._ahead.look_ahead(step, self._foresight(ahead))
+            self._ahead.look_ahead(step, self._predict_read(predict_span))
         return []
 
     def placeholder_batch(self, step: int) -> Batch:
-        """A tiny batch for a member with an empty share: it computes along, and counts for nothing."""
-        if not self._ghost_samples:
-            few = (0, min(GHOST_SAMPLES, self.order.size_of(step)))
-            self._ghost_samples = self._get(
-                self._key(step, few)._replace(micro_batch_size=None, bare=True), lambda _: None
-            )
-        return self._fetcher.collate(self._ghost_samples)
+        """Return a tiny batch for a member with an empty share; what is computed with it has weight 0."""
+        if not self._placeholder_samples:
+            key = self._key(step, (0, min(PLACEHOLDER_SAMPLES, self.order.size_of(step))))
+            key = key._replace(micro_batch_size=None, bare=True)
+            self._placeholder_samples = self._get(key, lambda _: None)
+        return self._fetcher.collate(self._placeholder_samples)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the workers."""
         if self._ahead:
             self._ahead.close()
 
     def _key(self, step: int, span: Span) -> ReadKey:
-        place = self.order.position(step)
-        return ReadKey(step, place.first + span[0], place.first + span[1], self.micro_batch_size, epoch=place.epoch)
+        position = self.order.position(step)
+        first = position.first
+        return ReadKey(step, first + span[0], first + span[1], self.micro_batch_size, epoch=position.epoch)
 
-    def _foresight(self, ahead: Spans) -> Foresight:
-        def foresee(step: int) -> ReadKey | None:
-            span = ahead(step)
+    def _predict_read(self, predict_span: PredictSpan) -> PredictRead:
+        def predict(step: int) -> ReadKey | None:
+            span = predict_span(step)
             return None if span is None or span[0] == span[1] else self._key(step, span)
 
-        return foresee
+        return predict
 
-    def _get(self, key: ReadKey, ahead: Spans) -> list[Any]:
+    def _get(self, key: ReadKey, predict_span: PredictSpan) -> list[Any]:
         if self._ahead:
-            pieces: list[Any] = self._ahead.get(key, self._foresight(ahead))
-            return pieces
+            batches: list[Any] = self._ahead.get(key, self._predict_read(predict_span))
+            return batches
         if self._fetcher.quiet and not key.bare:
             return self._fetcher.read(key, always) or []
         with self._fetcher.generators.preserved():

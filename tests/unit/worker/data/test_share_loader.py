@@ -51,7 +51,7 @@ def joined(loader: ShareLoader, step: int, spans: list[tuple[int, int]]) -> Any:
 
 
 @pytest.mark.parametrize("dataset", [Augmented(), AugmentedInBulk(), Subset(Augmented(), range(40))])
-def test_augmentation_does_not_depend_on_who_reads_what(dataset: Any) -> None:
+def test_augmentation_does_not_depend_on_the_split(dataset: Any) -> None:
     order = SampleOrder(40, 16, epochs=2, seed=3)
     whole = joined(share_loader(dataset, order), 4, [(0, 16)])
     for spans in ([(0, 7), (7, 16)], [(0, 1), (1, 2), (2, 16)]):
@@ -66,7 +66,7 @@ def test_augmentation_differs_between_epochs_samples_and_seeds() -> None:
     assert torch.cat(draws).unique().numel() == 120
 
 
-def test_reading_leaves_the_own_random_numbers_alone() -> None:
+def test_reading_preserves_the_global_random_state() -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), torch.rand(()).item()
 
@@ -81,7 +81,7 @@ def test_reading_leaves_the_own_random_numbers_alone() -> None:
     assert draw() == expected
 
 
-def test_tensors_are_indexed_at_once_and_equal_the_slow_way() -> None:
+def test_tensors_are_indexed_in_one_call_with_the_same_result() -> None:
     data = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
     order = SampleOrder(10, 5, seed=1)
     x, y = share_loader(data, order).take(1, (1, 4), nothing_ahead)[0]
@@ -93,7 +93,7 @@ def test_tensors_are_indexed_at_once_and_equal_the_slow_way() -> None:
     assert y.tolist() == order.ids(1, 1, 4).tolist()
 
 
-def test_a_subset_of_a_subset_names_the_right_tensors() -> None:
+def test_subset_of_a_subset_reads_the_right_samples() -> None:
     data = Subset(Subset(TensorDataset(torch.arange(100)), range(50, 100)), [3, 1, 4])
     assert share_loader(data, SampleOrder(3, 3, shuffle=False)).take(0, (0, 3), nothing_ahead)[0][0].tolist() == [
         53,
@@ -102,14 +102,14 @@ def test_a_subset_of_a_subset_names_the_right_tensors() -> None:
     ]
 
 
-def test_a_dataset_that_reads_in_bulk_is_asked_once_a_piece() -> None:
+def test_getitems_is_called_once_per_micro_batch() -> None:
     data = CountsCalls()
     loader = share_loader(data, SampleOrder(10, 6, shuffle=False), micro=3, collate=list)
     assert loader.take(0, (0, 6), nothing_ahead) == [[0, 1, 2], [3, 4, 5]]
     assert data.bulk == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_pieces_are_nearly_equal_so_that_none_is_a_lone_sample() -> None:
+def test_micro_batches_are_nearly_equal() -> None:
     loader = share_loader(list(range(40)), SampleOrder(40, 20), micro=4)
     assert loader.sizes((0, 9)) == (3, 3, 3)
     assert [len(piece) for piece in loader.take(0, (0, 9), nothing_ahead)] == [3, 3, 3]
@@ -118,33 +118,33 @@ def test_pieces_are_nearly_equal_so_that_none_is_a_lone_sample() -> None:
     assert loader.sizes((0, 9)) == (9,)
 
 
-def test_an_empty_share_reads_nothing_and_a_ghost_gets_two_samples() -> None:
+def test_empty_share_reads_nothing_and_its_placeholder_has_two_samples() -> None:
     loader = share_loader(Augmented(), SampleOrder(40, 8))
     assert loader.take(0, (3, 3), nothing_ahead) == []
     assert loader.placeholder_batch(0).shape == (2, 5)
     assert share_loader(Augmented(), SampleOrder(40, 1)).placeholder_batch(0).shape == (1, 5)
 
 
-class Fails(Dataset[Any]):
+class FailingDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if index == 7:
             raise KeyError("no such file")
         return torch.zeros(index)
 
 
-def test_an_error_in_the_dataset_names_the_sample_and_keeps_its_traceback() -> None:
+def test_error_in_the_dataset_names_the_sample_and_keeps_its_traceback() -> None:
     with pytest.raises(SampleFailed, match="sample 7 cannot be read: KeyError") as caught:
-        share_loader(Fails(), SampleOrder(10, 4, shuffle=False)).take(1, (0, 4), nothing_ahead)
+        share_loader(FailingDataset(), SampleOrder(10, 4, shuffle=False)).take(1, (0, 4), nothing_ahead)
     assert "__getitem__" in caught.value.__notes__[0]
 
 
-def test_samples_that_do_not_fit_together_are_named() -> None:
+def test_samples_that_cannot_be_collated_are_named() -> None:
     with pytest.raises(SampleFailed, match="samples 1, 2") as caught:
-        share_loader(Fails(), SampleOrder(10, 4, shuffle=False)).take(0, (1, 3), nothing_ahead)
+        share_loader(FailingDataset(), SampleOrder(10, 4, shuffle=False)).take(0, (1, 3), nothing_ahead)
     assert "collate" in caught.value.do
 
 
 @pytest.mark.parametrize("bad", [{"workers": -1}, {"prefetch": 0}, {"micro": -2}])
-def test_impossible_options_are_refused(bad: dict[str, int]) -> None:
+def test_invalid_options_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(BadSize):
         share_loader(Augmented(), SampleOrder(40, 8), **bad)  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ Example::
     print(run.metrics())
 
 Training scripts use ``shoal.torch`` or ``shoal.keras`` instead.
+
+May import: the public modules below, when they are first used; `settings` imports core and errors.
 """
 
 from __future__ import annotations

@@ -22,20 +22,35 @@ def test_names_and_variables_are_unique() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("lease_s", "soon", "Expected `float`"),
-        ("lease_s", -1, "Expected `float` > 0.0"),
-        ("checkpoint.keep", 0, "Expected `int` >= 1"),
-        ("checkpoint.keep", True, "Expected `int`"),
-        ("checkpoint.to", 5, "Expected `str`"),
-        ("exchange", "carrier-pigeon", "Invalid enum value"),
-        ("ports", "5-3", "no range"),
-        ("ports", "many", "matching regex"),
-        ("ports", "0-70000", "no range"),
+        ("lease_s", "soon", "expected a number > 0"),
+        ("lease_s", -1, "expected a number > 0"),
+        ("shares.threshold", 1, "expected a number ≥ 0 and < 1"),
+        ("checkpoint.keep", 0, "expected an integer ≥ 1"),
+        ("checkpoint.keep", True, "expected an integer ≥ 1"),
+        ("checkpoint.to", 5, "expected text"),
+        ("tensorboard", "perhaps", "expected true or false"),
+        ("members", 1.5, "expected an integer or text"),
+        ("exchange", "carrier-pigeon", "expected auto, ring, gloo or nccl"),
+        ("ports", "5-3", "expected a range of ports from 1 to 65535, such as 29400-29499"),
+        ("ports", "many", "expected a range of ports from 1 to 65535, such as 29400-29499"),
+        ("ports", "0-70000", "expected a range of ports from 1 to 65535, such as 29400-29499"),
     ],
 )
-def test_invalid_value_is_reported_with_its_reason(name: str, value: object, why: str) -> None:
+def test_invalid_value_is_reported_with_what_is_valid(name: str, value: object, why: str) -> None:
     with pytest.raises(BadSettings) as caught:
         shoal_settings.parse_value(name, value, where="shoal.toml:7")
-    assert caught.value.what == f"{name} cannot be {value!r}"
-    assert why in caught.value.why
+    assert caught.value.what == f"invalid value for {name}: {value!r}"
+    assert caught.value.why == why
     assert caught.value.where == "shoal.toml:7"
+
+
+def test_misspelt_choice_is_answered_with_the_similar_one() -> None:
+    with pytest.raises(BadSettings) as caught:
+        shoal_settings.parse_value("shares.mode", "continous")
+    assert caught.value.do == "did you mean continuous?"
+
+
+def test_unknown_setting_of_a_run_is_answered_with_the_similar_one() -> None:
+    with pytest.raises(BadSettings, match="unknown setting 'lease'") as caught:
+        shoal_settings.parse_settings({"lease": 3})
+    assert caught.value.do == "did you mean lease_s?"

@@ -10,6 +10,7 @@ Settings marked `travels` go with the run to the coordinator and the members; th
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,14 @@ Option = tuple[str, Value]
 FILES = ("shoal.toml", "pyproject.toml")
 POOL = "pool"
 DEFAULT = "default"
+PREFIX = "SHOAL_"
+# Variables that Shoal reads or sets itself: for its users, for agents, and for members and what they start.
+RESERVED_VARIABLES = re.compile(
+    r"SHOAL_(AGENT_DIR|ALLOCATION|APART|COMPAT|COMPLETE|CPUS|FREEZE|GRACE_S|HOME|INCARNATION|MEMBER|MEMBERS_MAX|"
+    r"MEMORY_BYTES|ROLE|RUN|RUN_DIR|SETTINGS|SPEED|STORE|TOKEN_FILE|URL)"
+)
+# Other variables are refused if they are this similar to that of a setting, and ignored if not.
+SIMILAR = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ def resolve(
     if file is not None:
         for name, value, source in read_file(file):
             put(name, value, source)
+    check_variables(environ)
     for info in shoal_settings.declared():
         if info.variable in environ:
             put(info.name, environ[info.variable], f"environment {info.variable}")
@@ -83,6 +93,22 @@ def resolve(
     for name, (option, value) in options.items():
         put(name, value, option)
     return ResolvedSettings(values, file, read_pools(file) if file is not None else {})
+
+
+def check_variables(environ: Iterable[str]) -> None:
+    """Raise if an environment variable looks like a misspelt setting, such as SHOAL_LEASE for SHOAL_LEASE_S."""
+    names = {info.variable.removeprefix(PREFIX) for info in shoal_settings.declared()}
+    for variable in sorted(environ):
+        name = variable.removeprefix(PREFIX)
+        if name == variable or name in names or RESERVED_VARIABLES.fullmatch(variable):
+            continue
+        if near := difflib.get_close_matches(name, sorted(names), n=1, cutoff=SIMILAR):
+            raise BadSettings(
+                f"unknown environment variable {variable}",
+                where=f"environment {variable}",
+                why=f"no setting is called {name.lower()}",
+                do=f"did you mean {PREFIX}{near[0]}? Otherwise unset {variable}",
+            )
 
 
 def find_file(cwd: Path) -> Path | None:
@@ -106,12 +132,8 @@ def read_file(path: Path) -> list[tuple[str, object, str]]:
         if table == POOL:
             continue
         if table not in ("run", *shoal_settings.TABLES) or not isinstance(entries, dict):
-            raise BadConfigFile(
-                f"unknown table [{prefix}{table}]",
-                where=f"{path}:{line_of(text, prefix + table, '')}",
-                do="the tables are "
-                + ", ".join(f"[{prefix}{name}]" for name in ("run", *shoal_settings.TABLES, "pool.NAME")),
-            )
+            where = f"{path}:{line_of(text, prefix + table, '')}"
+            raise BadConfigFile(f"unknown table [{prefix}{table}]", where=where, do=_table_advice(table, prefix))
         for entry, value in entries.items():
             name = entry if table == "run" else f"{table}.{entry}"
             where = f"{path}:{line_of(text, prefix + table, entry)}"
@@ -119,6 +141,15 @@ def read_file(path: Path) -> list[tuple[str, object, str]]:
                 raise BadSettings(f"{name} must not be a table or a list", where=where)
             settings.append((name, value, where))
     return settings
+
+
+def _table_advice(table: str, prefix: str) -> str:
+    tables = ("run", *shoal_settings.TABLES, "pool.NAME")
+    if any(info.name == table for info in shoal_settings.declared()):
+        return f"{table} belongs under [{prefix}run]"
+    if near := difflib.get_close_matches(table, tables, n=1):
+        return f"did you mean [{prefix}{near[0]}]?"
+    return "the tables are " + ", ".join(f"[{prefix}{name}]" for name in tables)
 
 
 def read_pools(path: Path) -> dict[str, Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,36 @@ def test_assignment_without_a_value_is_a_usage_error(tmp_path: Path) -> None:
 def test_settings_for_a_run_become_the_members_settings(tmp_path: Path) -> None:
     run_settings = shoal_settings.parse_settings(resolved(tmp_path, {}, "checkpoint.keep=7").for_run())
     assert run_settings == shoal_settings.RunSettings(checkpoint_keep=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "do"),
+    [
+        ("[members]\nmin = 1\n", "members belongs under [run]"),
+        ("lease_s = 1\n", "lease_s belongs under [run]"),
+        ("[checkpoints]\nkeep = 1\n", "did you mean [checkpoint]?"),
+    ],
+)
+def test_unknown_table_is_answered_with_the_right_one(tmp_path: Path, text: str, do: str) -> None:
+    (tmp_path / "shoal.toml").write_text(text)
+    with pytest.raises(BadConfigFile) as caught:
+        resolved(tmp_path)
+    assert caught.value.do == do
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("SHOAL_LEASE", "SHOAL_LEASE_S"), ("SHOAL_HEARTBEATS_S", "SHOAL_HEARTBEAT_S"), ("SHOAL_HOSTS", "SHOAL_HOST")],
+)
+def test_misspelt_variable_is_refused_with_the_similar_one(tmp_path: Path, variable: str, meant: str) -> None:
+    with pytest.raises(BadSettings, match=f"unknown environment variable {variable}") as caught:
+        resolved(tmp_path, {variable: "5"})
+    assert f"did you mean {meant}?" in caught.value.do
+
+
+def test_variables_of_shoal_itself_and_unrelated_ones_are_allowed() -> None:
+    """Whatever variable the source names must not be taken for a misspelt setting."""
+    source = Path(settings_layers.__file__).parent.parent
+    used = {name for path in source.rglob("*.py") for name in re.findall(r"\bSHOAL_[A-Z_]*[A-Z]\b", path.read_text())}
+    assert {"SHOAL_URL", "SHOAL_MEMBER", "SHOAL_HOME"} <= used
+    settings_layers.check_variables([*(used - {"SHOAL_LEASE"}), "SHOAL_TASK", "PATH"])

@@ -88,7 +88,7 @@ def test_joining_members_receive_the_state_and_the_outer_momentum(tmp_path: Path
         for name in ("local/0", "local/2", "local/3"):
             run.kill(name)
         run.until(lambda: any(c["size"] == 1 for c in run.commits()), "a world of one")
-        run.until(lambda: run.world_size() > 1, "somebody to come back")
+        run.until(lambda: run.world_size() > 1, "a member to come back")
         run.finish()
         run.check()
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.report.event_reader import read_folder, series
+from tests.unit.report.tensorboard.event_reader import read_folder, series
 
 pytest.importorskip("keras")
 pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(240)]

@@ -100,6 +100,16 @@ class JournalLocked(StorageError):
     code = "S522"
 
 
+class DirectoryVersionMismatch(StorageError):
+    """A coordinator's directory was written by a version of Shoal with another protocol.
+
+    Journals are not converted between versions. Start the coordinator in a new directory, or use the version that the
+    error names to read the old one.
+    """
+
+    code = "S523"
+
+
 class PackDamaged(StorageError):
     """The function or the files of a run are not what ``shoal.run`` wrote, so the member does not load them.
 

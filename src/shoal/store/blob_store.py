@@ -1,4 +1,10 @@
-"""Named blobs in a directory or behind an fsspec URL: a blob appears whole or not at all, as far as the store can."""
+"""Stores of named blobs: a local directory, or any file system that fsspec can open.
+
+A store promises little, so that buckets qualify: a blob is written once from start to end, and a directory listing
+shows it when it is complete. A local store also guarantees that an incomplete blob is never visible under its name (it
+is written under another, synced and renamed). Remote stores have no rename, so a format that needs atomicity must write
+the blob that makes the others count last, as `checkpoint` does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ SCHEME = "coordinator://"
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One blob in a store; a name that ends in `.partial` was never completed."""
+    """One blob in a store; a name that ends in `.partial` is an unfinished write."""
 
     name: str
     size_bytes: int
@@ -49,19 +55,19 @@ class Store(Protocol):
         """Delete every blob whose name starts with the prefix."""
 
     def free_bytes(self) -> int | None:
-        """Return how much can still be written, or None if there is no telling."""
+        """Return how many bytes can still be written, or None if that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAccess:
-    """How to reach a coordinator: where it is, and the file with its token."""
+    """URL and token file of a coordinator."""
 
     url: str
     token_file: str
 
 
 def open_store(where: str, access: CoordinatorAccess | None = None) -> Store:
-    """Return the store at a path, an fsspec URL, or ``coordinator://RUN/FOLDER`` of the coordinator that one knows."""
+    """Return the store at a path, an fsspec URL, or ``coordinator://RUN/FOLDER`` at the coordinator of `access`."""
     if where.startswith("file://"):
         return LocalStore(Path(where.removeprefix("file://")))
     if where.startswith(SCHEME):
@@ -72,7 +78,7 @@ def open_store(where: str, access: CoordinatorAccess | None = None) -> Store:
 
 
 class LocalStore:
-    """Blobs as the files of one directory, each written under another name, synced, and renamed."""
+    """Blobs as files of one directory, each written under a temporary name, synced and renamed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser()
@@ -105,11 +111,11 @@ class LocalStore:
     def list(self, prefix: str = "") -> list[Blob]:
         try:
             with os.scandir(self._root) as files:
-                found = [file for file in files if file.name.startswith(prefix) and file.is_file()]
+                entries = [file for file in files if file.name.startswith(prefix) and file.is_file()]
         except FileNotFoundError:
             return []
         blobs = []
-        for file in found:
+        for file in entries:
             with contextlib.suppress(FileNotFoundError):  # another process may be pruning
                 blobs.append(Blob(file.name, file.stat().st_size))
         return sorted(blobs, key=lambda blob: blob.name)
@@ -135,7 +141,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """Blobs behind an fsspec URL. There is no rename: what makes blobs count must be a blob that is written last."""
+    """Blobs behind an fsspec URL; there is no rename, so an interrupted write may leave a partial blob."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -153,7 +159,7 @@ class RemoteStore:
                 for chunk in chunks:
                     size_bytes += file.write(chunk)
             except BaseException:
-                self._give_up(file, name)
+                self._abort(file, name)
                 raise
             file.close()
         return size_bytes
@@ -167,10 +173,12 @@ class RemoteStore:
         with _failures_as_os_errors():
             self._files.invalidate_cache()
             try:
-                found = self._files.ls(self._root, detail=True)
+                listed = self._files.ls(self._root, detail=True)
             except FileNotFoundError:
                 return []
-            blobs = [Blob(each["name"].rsplit("/", 1)[-1], each["size"]) for each in found if each["type"] == "file"]
+            blobs = [
+                Blob(entry["name"].rsplit("/", 1)[-1], entry["size"]) for entry in listed if entry["type"] == "file"
+            ]
         return sorted((blob for blob in blobs if blob.name.startswith(prefix)), key=lambda blob: blob.name)
 
     def delete(self, prefix: str) -> None:
@@ -185,15 +193,16 @@ class RemoteStore:
         return f"{self._root}/{name}"
 
     def _begin(self, name: str) -> Any:
-        """Open a blob for writing; a directory is made only if the driver misses it, or S3 would make a bucket."""
+        """Open a blob for writing; create the directory only if the driver asks for it, since S3 would create a
+        bucket."""
         try:
             return self._files.open(self._path(name), "wb")
         except FileNotFoundError:
             self._files.makedirs(self._root, exist_ok=True)
             return self._files.open(self._path(name), "wb")
 
-    def _give_up(self, file: Any, name: str) -> None:
-        """Drop an unfinished upload; plainly closing it would complete it."""
+    def _abort(self, file: Any, name: str) -> None:
+        """Discard an unfinished upload; closing the file would complete it."""
         with contextlib.suppress(Exception):
             discard = getattr(file, "discard", None)
             if discard is not None:
@@ -206,7 +215,7 @@ class RemoteStore:
 
 
 class _OsErrorFile(io.RawIOBase):
-    """A blob that a driver has opened; where reading fails, that is an OSError too."""
+    """File of an fsspec driver, whose read failures are OSErrors."""
 
     def __init__(self, file: Any) -> None:
         super().__init__()
@@ -235,7 +244,7 @@ def _at_coordinator(where: str, access: CoordinatorAccess | None) -> Store:
     if access is None or not run or not folder or "/" in folder:
         raise StoreUnusable(
             f"{where} cannot be used",
-            why="it is a place at a run's own coordinator",
+            why="it is a location at the coordinator of a run, and this process has none or the path is invalid",
             do=f"write checkpoint.to={SCHEME}",
         )
     from shoal.store.coordinator_store import CoordinatorStore
@@ -258,7 +267,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         ) from error
     except ValueError as error:
         raise StoreUnusable(
-            f"{url} is not a place that fsspec knows", why=str(error), do="use a path, or a URL such as s3://bucket/dir"
+            f"unknown kind of location: {url}", why=str(error), do="use a path, or a URL such as s3://bucket/dir"
         ) from error
     return files, root.rstrip("/")
 

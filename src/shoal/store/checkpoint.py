@@ -1,11 +1,34 @@
-"""Checkpoints: a data blob, and a manifest that is written last and makes the checkpoint exist.
+"""Checkpoints: the training state of one step, as blobs in a store.
 
-Names order them by step, then by world, so a writer of an older world never hides what a newer one wrote::
+Theory of operation
+-------------------
+A checkpoint is two blobs::
 
     step-000000001200.world-00000007.5f0c2a91.data             the buffers, end to end
-    step-000000001200.world-00000007.5f0c2a91.manifest.json    the header, sizes, checksums, the name of the data
+    step-000000001200.world-00000007.5f0c2a91.manifest.json    header, sizes, checksums, and the name of the data
 
-No blob is ever overwritten: every write has a random part in its names.
+Atomicity. The data is written first and the manifest last; a checkpoint exists if and only if its manifest does. This
+needs nothing from the store but that a blob, once complete, is whole: no rename, no lock. A writer that dies leaves
+data without a manifest, which readers ignore and a later `prune` deletes. Deletion goes the other way: manifest first.
+
+No overwriting. Each write has a random part in its names, so two writers never touch the same blob. Names sort by step,
+then by world. If a member of an older world is still writing when a newer world has formed, its checkpoint of the same
+step sorts below the newer one and cannot hide it. `fence` tells the writer that its world has ended; it is asked before
+every chunk and before the manifest.
+
+Integrity. The manifest has a CRC-32 of itself and one of every 4 MiB chunk of data. `entries` checks manifests and the
+size of the data, which is cheap; `read` checks every chunk.
+
+Damaged checkpoints. A truncated or changed checkpoint is never loaded. `read` goes to the next older one and returns
+the errors of those that it passed over. It raises CheckpointDamaged only if all are damaged, NoCheckpoint if there are
+none.
+
+Memory. Writing and reading go chunk by chunk. The state is read from a snapshot that members share, while training
+continues; a chunk that is no longer available raises LookupError, and the checkpoint is abandoned.
+
+Sharded state. With parameter servers no process holds the whole state. The servers send their parts to one writer, and
+the parts become the buffers of one ordinary checkpoint (`worker/parameter_server/sharded_checkpoint`), so that any
+number of servers can restore it.
 """
 
 from __future__ import annotations
@@ -30,14 +53,14 @@ from shoal.store.blob_store import Blob, Store
 Bytes: TypeAlias = NDArray[np.uint8]
 
 FORMAT = 1
-PIECE_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 _NAME = re.compile(r"step-(\d{12,})\.world-(\d{8,})\.")
 _MANIFEST = ".manifest.json"
 _MARGIN_BYTES = 1 << 20
 
 
 class CheckpointSource(Protocol):
-    """What a checkpoint is written from: a snapshot of the state, read forward in pieces (see worker.snapshot)."""
+    """Snapshot that a checkpoint is written from, read forward in chunks (`worker/transport/snapshot`)."""
 
     step: int
     header: bytes
@@ -48,11 +71,11 @@ class CheckpointSource(Protocol):
         """Return a copy of some bytes of one buffer, or raise LookupError if they are gone."""
 
     def done(self, reader: str) -> None:
-        """Say that the reader needs nothing more."""
+        """Release the snapshot for this reader."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint consists of; `meta` is the caller's: the cursor, the seed, and the like."""
+    """Contents of a manifest; `meta` is the caller's own data, such as the cursor and the seed."""
 
     format: int
     run: str
@@ -73,7 +96,7 @@ class _ChecksummedManifest(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint that is complete in a store, as far as can be told without reading its data."""
+    """A checkpoint whose manifest and data size are valid; its data has not been checked."""
 
     step: int
     world: int
@@ -90,7 +113,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """The content of a checkpoint, and the newer ones that were passed over because they are damaged."""
+    """Content of a checkpoint, and the errors of newer ones that were skipped because they are damaged."""
 
     entry: CheckpointInfo
     header: bytes
@@ -108,16 +131,16 @@ def write(
     meta: dict[str, Any],
     fence: Callable[[], bool] = lambda: True,
 ) -> CheckpointInfo:
-    """Write one checkpoint, a piece at a time; raise CheckpointFailed or StoreUnusable if that is not possible.
+    """Write one checkpoint, a chunk at a time; raise CheckpointFailed or StoreUnusable if it fails.
 
-    `fence` says whether this member may still write; it is asked before every piece and before the manifest.
+    `fence` returns whether this member may still write; it is called before every chunk and before the manifest.
     """
     name = f"{_prefix(snapshot.step, world)}.{secrets.token_hex(4)}"
     data = f"{name}.data"
     checksums: list[int] = []
     try:
         _check_space(store, snapshot)
-        total_bytes = store.put(data, _pieces(snapshot, reader, checksums, fence))
+        total_bytes = store.put(data, _chunks(snapshot, reader, checksums, fence))
         header = base64.b64encode(snapshot.header).decode()
         manifest = CheckpointManifest(
             FORMAT, run, snapshot.step, world, meta, data, header, snapshot.sizes, tuple(checksums), total_bytes
@@ -126,12 +149,12 @@ def write(
             _check_fence(fence)
             store.put(f"{name}{_MANIFEST}", [_seal(manifest)])
         except (OSError, ShoalError):
-            _take_back(store, name)
+            _discard(store, name)
             raise
     except OSError as error:
         raise _failure(store, snapshot, error) from error
     except LookupError as error:
-        raise CheckpointFailed(f"the checkpoint of step {snapshot.step} was given up", why=str(error)) from error
+        raise CheckpointFailed(f"the checkpoint of step {snapshot.step} was abandoned", why=str(error)) from error
     finally:
         snapshot.done(reader)
     return CheckpointInfo(snapshot.step, world, manifest)
@@ -140,8 +163,10 @@ def write(
 def entries(store: Store) -> list[CheckpointInfo]:
     """Return the complete checkpoints of a store, newest first."""
     blobs = _listed(store)
-    found = [_entry(store, blob, blobs) for blob in blobs.values() if blob.name.endswith(_MANIFEST)]
-    return sorted((each for each in found if isinstance(each, CheckpointInfo)), key=lambda each: each.key, reverse=True)
+    checked = [_entry(store, blob, blobs) for blob in blobs.values() if blob.name.endswith(_MANIFEST)]
+    return sorted(
+        (info for info in checked if isinstance(info, CheckpointInfo)), key=lambda info: info.key, reverse=True
+    )
 
 
 def newest(store: Store) -> CheckpointInfo | None:
@@ -150,58 +175,61 @@ def newest(store: Store) -> CheckpointInfo | None:
 
 
 def read(store: Store, entry: CheckpointInfo | None = None) -> LoadedCheckpoint:
-    """Return the content of a checkpoint (the newest by default), or of the newest good one before it."""
+    """Return the content of a checkpoint (the newest by default), or of the newest good one before it.
+
+    Raise CheckpointDamaged if none is good, NoCheckpoint if there is none.
+    """
     blobs = _listed(store)
     names = sorted((name for name in blobs if name.endswith(_MANIFEST)), key=_key, reverse=True)
     passed_over: list[ShoalError] = []
     for name in names:
         if entry is not None and _key(name) > entry.key:
             continue
-        found = _entry(store, blobs[name], blobs)
+        info = _entry(store, blobs[name], blobs)
         try:
-            if not isinstance(found, CheckpointInfo):
-                raise found
-            header, buffers = _content(store, found)
+            if not isinstance(info, CheckpointInfo):
+                raise info
+            header, buffers = _content(store, info)
         except CheckpointDamaged as error:
             passed_over.append(error)
             continue
-        return LoadedCheckpoint(found, header, buffers, tuple(passed_over))
+        return LoadedCheckpoint(info, header, buffers, tuple(passed_over))
     if passed_over:
         raise CheckpointDamaged(
-            f"none of the {len(passed_over)} checkpoints in {store.where} is good",
+            f"all {len(passed_over)} checkpoints in {store.where} are damaged",
             why="; ".join(f"{error.what} ({error.why})" for error in passed_over),
-            do="restore one from a copy, or start the run anew",
+            do="restore one from a backup, or start a new run",
         )
-    raise NoCheckpoint(f"there is no complete checkpoint in {store.where}", do="check checkpoint.to, or start anew")
+    raise NoCheckpoint(f"no complete checkpoint in {store.where}", do="check checkpoint.to, or start a new run")
 
 
 def prune(store: Store, keep: int, written: CheckpointInfo | None = None) -> list[str]:
-    """Delete all but the newest complete checkpoints, and leftovers of writes older than these; return the names.
+    """Keep the newest `keep` complete checkpoints; delete older ones and leftovers of older writes; return their names.
 
-    One that was just `written` is the newest that counts: if there are any beyond it, who restored could not read them.
+    If `written` is given, newer checkpoints do not count as kept: this run restored an older one, so they were damaged.
     """
-    good = [each for each in entries(store) if written is None or each.key <= written.key]
+    good = [info for info in entries(store) if written is None or info.key <= written.key]
     if not good:
         return []
-    kept = list(dict.fromkeys(each.name for each in good))[: max(1, keep)]
+    kept = list(dict.fromkeys(info.name for info in good))[: max(1, keep)]
     older = sorted({key for key in map(_key, _listed(store)) if key < good[0].key})
-    gone = [name for key in older if (name := _prefix(*key)) not in kept]
+    deleted = [name for key in older if (name := _prefix(*key)) not in kept]
     try:
-        for name in gone:
-            # The manifest goes first: what is left, if we are interrupted, is a leftover and not a damaged checkpoint.
+        for name in deleted:
+            # Manifest first: if this is interrupted, leftover data remains and not a damaged checkpoint.
             for blob in store.list(f"{name}."):
                 if blob.name.endswith(_MANIFEST):
                     store.delete(blob.name)
             store.delete(f"{name}.")
     except OSError as error:
         raise StoreUnusable(
-            f"old checkpoints in {store.where} could not be deleted", why=str(error), do="delete them by hand"
+            f"cannot delete old checkpoints in {store.where}", why=str(error), do="delete them by hand"
         ) from error
-    return gone
+    return deleted
 
 
-def _take_back(store: Store, name: str) -> None:
-    """Delete data that will not count; a manifest that got there after all goes first."""
+def _discard(store: Store, name: str) -> None:
+    """Delete a failed write; its manifest first, in case that was stored after all."""
     with contextlib.suppress(OSError):
         store.delete(f"{name}{_MANIFEST}")
         store.delete(f"{name}.")
@@ -216,13 +244,13 @@ def _key(name: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (-1, -1)
 
 
-def _pieces(
+def _chunks(
     snapshot: CheckpointSource, reader: str, checksums: list[int], fence: Callable[[], bool]
 ) -> Iterator[bytes]:
     for index, size in enumerate(snapshot.sizes):
-        for start in range(0, size, PIECE_BYTES):
+        for start in range(0, size, CHUNK_BYTES):
             _check_fence(fence)
-            data = snapshot.chunk(reader, index, start, min(start + PIECE_BYTES, size))
+            data = snapshot.chunk(reader, index, start, min(start + CHUNK_BYTES, size))
             checksums.append(zlib.crc32(data))
             yield data
 
@@ -230,7 +258,7 @@ def _pieces(
 def _check_fence(fence: Callable[[], bool]) -> None:
     if not fence():
         raise CheckpointFailed(
-            "a checkpoint was given up half-way", why="this member may no longer write it: its world is over"
+            "checkpoint aborted", why="the world was dissolved or the member is closing, so it may no longer write"
         )
 
 
@@ -238,16 +266,16 @@ def _check_space(store: Store, snapshot: CheckpointSource) -> None:
     free = store.free_bytes()
     needed = snapshot.total_bytes + len(snapshot.header) * 2 + _MARGIN_BYTES
     if free is not None and free < needed:
-        raise OSError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free")
+        raise OSError(errno.ENOSPC, f"need {needed} bytes, {free} are free")
 
 
 def _failure(store: Store, snapshot: CheckpointSource, error: OSError) -> ShoalError:
-    what = f"the checkpoint of step {snapshot.step} could not be written to {store.where}"
+    what = f"cannot write the checkpoint of step {snapshot.step} to {store.where}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
-        return StoreUnusable(what, why=str(error), do="make it writable, or set checkpoint.to to another place")
+        return StoreUnusable(what, why=str(error), do="make it writable, or set checkpoint.to to another location")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CheckpointFailed(what, why=str(error), do="free some space, or set checkpoint.to or checkpoint.keep")
-    return CheckpointFailed(what, why=str(error), do="it is tried again when the next one is due")
+    return CheckpointFailed(what, why=str(error), do="nothing: Shoal tries again when the next checkpoint is due")
 
 
 def _seal(manifest: CheckpointManifest) -> bytes:
@@ -256,11 +284,11 @@ def _seal(manifest: CheckpointManifest) -> bytes:
 
 
 def _listed(store: Store) -> dict[str, Blob]:
-    """Return the blobs that belong to checkpoints, by name; other files in the same place are not ours."""
+    """Return the blobs that belong to checkpoints, by name, and no other files of the same directory."""
     try:
         return {blob.name: blob for blob in store.list("step-") if _NAME.match(blob.name)}
     except OSError as error:
-        raise StoreUnusable(f"{store.where} cannot be read", why=str(error), do="check checkpoint.to") from error
+        raise StoreUnusable(f"cannot list {store.where}", why=str(error), do="check checkpoint.to") from error
 
 
 def _entry(store: Store, blob: Blob, blobs: dict[str, Blob]) -> CheckpointInfo | CheckpointDamaged:
@@ -269,18 +297,18 @@ def _entry(store: Store, blob: Blob, blobs: dict[str, Blob]) -> CheckpointInfo |
         with store.open(blob.name) as file:
             sealed = msgspec.json.decode(file.read(), type=_ChecksummedManifest)
         if zlib.crc32(sealed.manifest) != sealed.crc32:
-            raise ValueError("its checksum is wrong")
+            raise ValueError("checksum mismatch")
         manifest = msgspec.json.decode(sealed.manifest, type=CheckpointManifest)
     except (OSError, ValueError) as error:
         return CheckpointDamaged(f"{blob.name} cannot be read", why=str(error))
     data = blobs.get(manifest.data)
     if manifest.format != FORMAT:
-        return CheckpointDamaged(f"{blob.name} cannot be read", why=f"it has format {manifest.format}, not {FORMAT}")
+        return CheckpointDamaged(f"{blob.name} cannot be read", why=f"format {manifest.format}, expected {FORMAT}")
     if (manifest.step, manifest.world) != _key(blob.name):
-        return CheckpointDamaged(f"{blob.name} cannot be read", why=f"it describes step {manifest.step}")
+        return CheckpointDamaged(f"{blob.name} cannot be read", why=f"its content is of step {manifest.step}")
     if data is None or data.size_bytes != manifest.total_bytes or sum(manifest.sizes) != manifest.total_bytes:
         has = "missing" if data is None else f"{data.size_bytes} bytes long"
-        return CheckpointDamaged(f"{manifest.data} is {has}", why=f"it should have {manifest.total_bytes} bytes")
+        return CheckpointDamaged(f"{manifest.data} is {has}", why=f"expected {manifest.total_bytes} bytes")
     return CheckpointInfo(manifest.step, manifest.world, manifest)
 
 
@@ -298,19 +326,19 @@ def _content(store: Store, entry: CheckpointInfo) -> tuple[bytes, list[Bytes]]:
 def _buffer(file: BinaryIO, size: int, checksums: Iterator[int]) -> Bytes:
     buffer = np.empty(size, np.uint8)
     view = buffer.data
-    for start in range(0, size, PIECE_BYTES):
-        piece = view[start : start + PIECE_BYTES]
-        _fill(file, piece)
-        if zlib.crc32(piece) != next(checksums, None):
-            raise ValueError(f"the checksum of {len(piece)} bytes before byte {file.tell()} is wrong")
+    for start in range(0, size, CHUNK_BYTES):
+        chunk = view[start : start + CHUNK_BYTES]
+        _fill(file, chunk)
+        if zlib.crc32(chunk) != next(checksums, None):
+            raise ValueError(f"checksum mismatch in the {len(chunk)} bytes before byte {file.tell()}")
     return buffer
 
 
-def _fill(file: BinaryIO, piece: memoryview) -> None:
+def _fill(file: BinaryIO, chunk: memoryview) -> None:
     done = 0
-    while done < len(piece):
-        data = file.read(len(piece) - done)
+    while done < len(chunk):
+        data = file.read(len(chunk) - done)
         if not data:
             raise ValueError(f"it ends after {file.tell()} bytes")
-        piece[done : done + len(data)] = data
+        chunk[done : done + len(data)] = data
         done += len(data)

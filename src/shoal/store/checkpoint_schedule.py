@@ -1,4 +1,4 @@
-"""When the next checkpoint is due."""
+"""Schedule of checkpoints, by time and by steps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSchedule:
-    """A checkpoint every so many seconds, every so many steps, or both; 0 turns a rule off."""
+    """A checkpoint every `every_s` seconds, every `every_steps` steps, or both; 0 disables a rule."""
 
     every_s: float = 0.0
     every_steps: int = 0
 
     def due(self, step: int, now: float, last_step: int, last_time: float) -> bool:
-        """Say whether to write one after `step`, given the step and time of the last one (or of the start)."""
+        """Return whether to write one after `step`, given the step and time of the last one (or of the start)."""
         if step <= last_step:
             return False
         by_time = self.every_s > 0 and now - last_time >= self.every_s

@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints while the training goes on."""
+"""Background thread that writes checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ READER = "checkpoint"
 class CheckpointWriter:
     """Writes one checkpoint at a time in the background, and prunes old ones after each success.
 
-    `on_done(step, path, bytes, seconds)`, `on_error(error)` and `on_skip(step, step in flight)` are called from the
-    writing thread (on_skip: from the caller's). An error never reaches the training: the next one is another try.
+    `on_done(step, path, bytes, seconds)` and `on_error(error)` are called in the writing thread, `on_skip(step, step in
+    flight)` in the caller's. A failed checkpoint never interrupts training; the next one is a new attempt.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CheckpointWriter:
         meta: dict[str, Any],
         fence: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Begin to write a snapshot that counts us as a reader; return False if one is still being written."""
+        """Start to write a snapshot that this writer is registered for; return False if one is still being written."""
         if self.busy or self._closed.is_set():
             snapshot.done(READER)
             self._on_skip(snapshot.step, self._step)
@@ -64,7 +64,7 @@ class CheckpointWriter:
         return True
 
     def close(self, wait_s: float) -> bool:
-        """Wait for the checkpoint in flight, and give it up if it takes longer; return whether it came to its end."""
+        """Wait up to `wait_s` for the checkpoint in flight, then abort it; return whether it was finished."""
         thread = self._thread
         if thread is None:
             self._closed.set()
@@ -92,6 +92,6 @@ class CheckpointWriter:
             checkpoint.prune(self._store, self._keep, entry)
         except ShoalError as error:
             self._on_error(error)
-        except Exception as error:  # noqa: BLE001 - the outer loop of this thread: it must not end in silence
+        except Exception as error:  # noqa: BLE001 - the outermost frame of this thread: every failure must be reported
             why = f"{type(error).__name__}: {error}"
-            self._on_error(CheckpointFailed(f"writing the checkpoint of step {snapshot.step} failed", why=why))
+            self._on_error(CheckpointFailed(f"cannot write the checkpoint of step {snapshot.step}", why=why))

@@ -1,7 +1,9 @@
-"""Blobs at the coordinator, for members on machines that do not share a disk with it.
+"""Store of blobs at the coordinator, for members on machines that do not share its disk.
 
-A blob is sent in pieces, and each is sent again until it is answered: so a coordinator that is started again in the
-middle costs a moment, not the blob. Only one piece is in memory.
+A blob is uploaded in pieces of 4 MiB. Each request is repeated until it is answered or `retry_s` has passed, so a
+restart of the coordinator costs a pause and not the upload. The last piece carries the size and SHA-256 of the whole
+blob; only then does the blob appear. Downloads continue at the byte where a connection broke, guarded by the ETag. At
+most one piece is in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from shoal.wire.api import ErrorView, FilePage
 PIECE_BYTES = 4 << 20
 TIMEOUT_S = 30.0
 RETRY_S = 90.0
-SAY_AFTER_S = 5.0
+WARN_AFTER_S = 5.0
 PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0)
 _RETRIED = (500, 502, 503, 504)
 _MEANING = {404: errno.ENOENT, 401: errno.EACCES, 403: errno.EACCES, 507: errno.ENOSPC}
@@ -36,7 +38,7 @@ Connect = Callable[[], http.client.HTTPConnection]
 
 
 class CoordinatorStore:
-    """Blobs in one folder of a run's directory at its coordinator; names may have folders of their own."""
+    """Blobs in one folder of a run's directory at its coordinator; names may contain subfolders."""
 
     def __init__(
         self,
@@ -48,11 +50,11 @@ class CoordinatorStore:
         retry_s: float = RETRY_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        say: Callable[[str], object] = lambda text: sys.stderr.write(text),
+        warn: Callable[[str], object] = lambda text: sys.stderr.write(text),
     ) -> None:
         self._access, self._run, self._folder = access, run, folder
         self._connect = connect or (lambda: _connected(access))
-        self._retry_s, self._clock, self._sleep, self._say = retry_s, clock, sleep, say
+        self._retry_s, self._clock, self._sleep, self._warn = retry_s, clock, sleep, warn
         self._connection: http.client.HTTPConnection | None = None
 
     @property
@@ -72,7 +74,7 @@ class CoordinatorStore:
             end = {"size": size_bytes, "digest": digest.hexdigest()}
             self._send(name, piece, {"upload": upload, "offset": sent} | end)
         except BaseException:
-            self._give_up(name, upload)
+            self._cancel_upload(name, upload)
             raise
         return size_bytes
 
@@ -80,20 +82,20 @@ class CoordinatorStore:
         return cast(BinaryIO, io.BufferedReader(_ResumableBlob(lambda at, tag: self._begin(name, at, tag)), 1 << 20))
 
     def page(self, prefix: str = "") -> FilePage:
-        """What is there, and how much room there is."""
+        """Return the files whose names start with the prefix, and the free space."""
         query = urlencode({"folder": self._folder, "prefix": prefix})
-        data = self._ask("GET", f"{self._at}?{query}").read()
+        data = self._request("GET", f"{self._at}?{query}").read()
         try:
             return msgspec.json.decode(data, type=FilePage)
         except msgspec.DecodeError as error:
-            raise OSError(errno.EIO, f"an answer of the coordinator cannot be read: {error}") from error
+            raise OSError(errno.EIO, f"malformed reply of the coordinator: {error}") from error
 
     def list(self, prefix: str = "") -> list[Blob]:
-        return [Blob(one.name, one.size_bytes) for one in self.page(prefix).files]
+        return [Blob(file.name, file.size_bytes) for file in self.page(prefix).files]
 
     def delete(self, prefix: str) -> None:
         for blob in self.list(prefix):
-            self._ask("DELETE", self._target(blob.name)).read()
+            self._request("DELETE", self._target(blob.name)).read()
 
     def free_bytes(self) -> int | None:
         return self.page().free_bytes
@@ -106,28 +108,28 @@ class CoordinatorStore:
         return f"{self._at}/{self._folder}/{quote(name)}" + (f"?{urlencode(query)}" if query else "")
 
     def _send(self, name: str, piece: bytes, query: Mapping[str, object]) -> None:
-        self._ask("PUT", self._target(name, query), piece).read()
+        self._request("PUT", self._target(name, query), piece).read()
 
-    def _give_up(self, name: str, upload: str) -> None:
-        """Let the coordinator forget what it has, if it answers; it does so by itself after a while."""
+    def _cancel_upload(self, name: str, upload: str) -> None:
+        """Ask the coordinator once to discard a partial upload; otherwise it does so itself after a while."""
         try:
             self._once("DELETE", self._target(name, {"upload": upload}), None, {}).read()
         except (OSError, http.client.HTTPException, _NoConnection):
             self._close()
 
     def _begin(self, name: str, at: int, tag: str) -> http.client.HTTPResponse:
-        """Read on from a byte, of what had this tag."""
+        """Open a blob at byte `at`; with a tag, only if the blob still has it."""
         headers = {"Range": f"bytes={at}-", "If-Range": tag} if tag else {}
-        answer = self._ask("GET", self._target(name), headers=headers)
-        # It reads at its own pace, beside other requests.
+        answer = self._request("GET", self._target(name), headers=headers)
+        # The reader keeps this connection; other requests open a new one.
         self._connection = None
         return answer
 
-    def _ask(
+    def _request(
         self, method: str, target: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> http.client.HTTPResponse:
-        """The answer to a request, which is made again for as long as nobody gives one."""
-        since, said, tries = self._clock(), False, 0
+        """Return the reply to a request, repeated until it is answered or `retry_s` has passed; raise OSError."""
+        since, warned, tries = self._clock(), False, 0
         while True:
             try:
                 answer = self._once(method, target, body, headers or {})
@@ -144,10 +146,10 @@ class CoordinatorStore:
                 raise OSError(
                     errno.EIO, f"the coordinator at {self._access.url} has not answered for {waited:.0f} s: {why}"
                 )
-            if waited > SAY_AFTER_S and not said:
-                said = True
+            if waited > WARN_AFTER_S and not warned:
+                warned = True
                 until = f"for {self._retry_s - waited:.0f} s more"
-                self._say(f"shoal: waiting for the coordinator at {self._access.url} {until} ({why})\n")
+                self._warn(f"shoal: waiting for the coordinator at {self._access.url} {until} ({why})\n")
             self._sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
             tries += 1
 
@@ -172,11 +174,11 @@ class CoordinatorStore:
 
 
 class _NoConnection(Exception):  # noqa: N818
-    """There is no way to the coordinator now: no route, no name, no certificate."""
+    """The coordinator cannot be reached now: no route, unknown name, wrong certificate."""
 
 
 class _ResumableBlob(io.RawIOBase):
-    """A blob that is read from its start to its end, over as many connections as it takes."""
+    """A blob read from start to end, over as many connections as it takes."""
 
     def __init__(self, begin: Callable[[int, str], http.client.HTTPResponse]) -> None:
         super().__init__()
@@ -196,7 +198,7 @@ class _ResumableBlob(io.RawIOBase):
             if self._answer is None:
                 self._answer = self._begin(self._at, self._tag)
                 if self._answer.status != 206:
-                    raise OSError(errno.ESTALE, "the blob was changed while it was read")
+                    raise OSError(errno.ESTALE, "the blob changed while it was being read")
             try:
                 count = self._answer.readinto(buffer)
             except (OSError, http.client.HTTPException):
@@ -223,26 +225,26 @@ def _connected(access: CoordinatorAccess) -> http.client.HTTPConnection:
 
 
 def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces of one size: a request for every small tensor would be many."""
-    held = bytearray()
+    """Yield the same bytes in pieces of one size; one request per small tensor would be too many."""
+    pending = bytearray()
     for chunk in chunks:
-        held += chunk
-        while len(held) >= PIECE_BYTES:
-            yield bytes(held[:PIECE_BYTES])
-            del held[:PIECE_BYTES]
-    if held:
-        yield bytes(held)
+        pending += chunk
+        while len(pending) >= PIECE_BYTES:
+            yield bytes(pending[:PIECE_BYTES])
+            del pending[:PIECE_BYTES]
+    if pending:
+        yield bytes(pending)
 
 
 def _refusal(status: int, data: bytes) -> OSError:
-    """What a refusal means for who reads and writes files; what the coordinator itself said is its cause."""
-    said: ShoalError | None = None
+    """Return an error response as an OSError; its cause is the coordinator's own error."""
+    cause: ShoalError | None = None
     try:
         problem = msgspec.json.decode(data, type=ErrorView)
         text = f"{problem.what}: {problem.why}" if problem.why else problem.what
-        said = from_code(**msgspec.structs.asdict(problem))
+        cause = from_code(**msgspec.structs.asdict(problem))
     except msgspec.DecodeError:
         text = f"the coordinator answered {status}: {data[:200].decode(errors='replace')}"
     refusal = OSError(_MEANING.get(status, errno.EIO), text)
-    refusal.__cause__ = said
+    refusal.__cause__ = cause
     return refusal

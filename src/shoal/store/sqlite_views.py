@@ -1,4 +1,10 @@
-"""What the journal says, in SQLite, for those who ask. It can be deleted at any time; the journal rebuilds it."""
+"""SQLite copy of what the journal says, for queries: runs, agents, worlds, metrics, story.
+
+The file can be deleted at any time: the coordinator rebuilds it from the journal, and it is discarded if its layout is
+another one. Rows are collected in memory and written in batches by a background thread, so that handling an event never
+waits for SQLite; `seq` is the last journal entry whose rows are in the file. Commands read the file directly when the
+coordinator has ended.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +44,7 @@ CREATE INDEX IF NOT EXISTS story_by_run ON story (run, seq);
 
 
 class WorldRow(msgspec.Struct, frozen=True):
-    """A world that was; `last_step` is None while it lives."""
+    """A world; `last_step` is None while it is active, `first_step` while it is being prepared."""
 
     number: int
     first_step: int | None
@@ -49,6 +55,8 @@ class WorldRow(msgspec.Struct, frozen=True):
 
 
 class MetricRow(msgspec.Struct, frozen=True):
+    """Progress of a run at one time."""
+
     at: float
     step: int
     loss: float | None
@@ -57,14 +65,14 @@ class MetricRow(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Rows to write, and the entry of the journal up to which they reach."""
+    """Statements to execute, and the journal entry up to which they are complete."""
 
     rows: list[tuple[str, tuple[Any, ...]]]
     seq: int | None
 
 
 class SqliteViews:
-    """Rows are collected as they come and written in batches, so that nobody waits for SQLite."""
+    """The views of one coordinator, open for writing."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / FILE
@@ -75,45 +83,45 @@ class SqliteViews:
 
     def _open(self) -> sqlite3.Connection:
         try:
-            return self._prepare_anew()
+            return self._prepare_or_replace()
         except (sqlite3.Error, OSError) as error:
             raise JournalUnwritable(
                 "the coordinator cannot write its views",
                 where=str(self.path),
                 why=str(error),
-                do="make room on the disk or mend its permissions",
+                do="free disk space or fix the permissions",
             ) from error
 
-    def _prepare_anew(self) -> sqlite3.Connection:
+    def _prepare_or_replace(self) -> sqlite3.Connection:
         try:
             return self._prepare()
         except sqlite3.DatabaseError:
-            # Only a copy of the journal is lost, and it is written anew.
+            # Only a copy of the journal is lost, and the journal rebuilds it.
             for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
                 (self.path.parent / name).unlink(missing_ok=True)
             return self._prepare()
 
     def _prepare(self) -> sqlite3.Connection:
-        # What SQLite writes beside it has the same mode.
+        # SQLite gives its side files (-wal, -shm) the same mode.
         self.path.touch(0o600)
         connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=OFF")
         connection.executescript(_TABLES)
-        found = connection.execute("SELECT value FROM meta WHERE key='layout'").fetchone()
-        if found is not None and found[0] != LAYOUT:
+        layout = connection.execute("SELECT value FROM meta WHERE key='layout'").fetchone()
+        if layout is not None and layout[0] != LAYOUT:
             raise sqlite3.DatabaseError("another layout")
         connection.execute("INSERT OR REPLACE INTO meta VALUES ('layout', ?)", (LAYOUT,))
         return connection
 
     @property
     def seq(self) -> int:
-        """The last entry of the journal that is in here."""
-        found = self._connection.execute("SELECT value FROM meta WHERE key='seq'").fetchone()
-        return int(found[0]) if found else 0
+        """The last journal entry whose rows are in the file."""
+        row = self._connection.execute("SELECT value FROM meta WHERE key='seq'").fetchone()
+        return int(row[0]) if row else 0
 
     def clear(self) -> int:
-        """Empty all tables, because they do not come from this journal; returns 0, where they now stand."""
+        """Empty all tables, which belong to another journal; return the new `seq`, 0."""
         for table in ("runs", "agents", "members", "worlds", "checkpoints", "metrics", "story"):
             self._connection.execute(f"DELETE FROM {table}")
         self._connection.execute("DELETE FROM meta WHERE key='seq'")
@@ -122,7 +130,7 @@ class SqliteViews:
     # --- writing
 
     def mark_seq(self, seq: int) -> None:
-        """All rows of this entry have been put."""
+        """Note that all rows of this journal entry have been put."""
         self._seq = seq
 
     def put_lines(self, lines: Iterable[StoryLine]) -> None:
@@ -136,7 +144,7 @@ class SqliteViews:
         )
 
     def begin_world(self, run: str, number: int, step: int) -> None:
-        """The members of a prepared world crossed over to it, so the one before is over."""
+        """Record that the members of a prepared world entered it, which ends the one before."""
         ended = (
             "UPDATE worlds SET last_step=? WHERE run=? AND number<? AND last_step IS NULL AND first_step IS NOT NULL"
         )
@@ -177,13 +185,13 @@ class SqliteViews:
         return bool(self._rows)
 
     def take_batch(self) -> RowBatch:
-        """What was put since the last time, to be written, perhaps by another thread."""
+        """Return the rows put since the last call, to be written by any thread."""
         batch = RowBatch(self._rows, self._seq)
         self._rows = []
         return batch
 
     def return_batch(self, batch: RowBatch) -> None:
-        """It could not be written; it will be with the next, unless that takes for ever."""
+        """Put a batch that could not be written before the next one; beyond MAX_ROWS the oldest rows are dropped."""
         self._rows = (batch.rows + self._rows)[-MAX_ROWS:]
 
     def write_batch(self, batch: RowBatch) -> None:
@@ -201,7 +209,7 @@ class SqliteViews:
                 raise
 
     def flush(self) -> None:
-        """Write now what was put; if the disk refuses, it stays for the next time."""
+        """Write all pending rows now; if that fails, keep them for the next time and raise."""
         batch = self.take_batch()
         try:
             self.write_batch(batch)
@@ -227,42 +235,42 @@ class SqliteViews:
 
 
 def runs(directory: Path) -> list[RunView]:
-    """The runs of a coordinator that may be gone, oldest first."""
-    rows = _ask(directory, "SELECT view FROM runs ORDER BY created")
+    """Return the runs of a coordinator that may have ended, oldest first."""
+    rows = _query(directory, "SELECT view FROM runs ORDER BY created")
     return [msgspec.json.decode(row[0], type=RunView) for row in rows]
 
 
 def agents(directory: Path) -> list[AgentView]:
-    rows = _ask(directory, "SELECT view FROM agents ORDER BY agent")
+    rows = _query(directory, "SELECT view FROM agents ORDER BY agent")
     return [msgspec.json.decode(row[0], type=AgentView) for row in rows]
 
 
 def story(directory: Path, run: str, member: str = "", after: int = 0, limit: int = 1000) -> list[StoryLine]:
-    """The story of a run, from the files alone."""
+    """Return the story of a run from the file alone."""
     if not (directory / FILE).exists():
         return []
     connection = _readonly(directory)
     try:
-        found = connection.execute("SELECT created FROM runs WHERE run=?", (run,)).fetchone()
-        return _story(connection, run, found[0] if found else 0.0, member, after, limit)
+        row = connection.execute("SELECT created FROM runs WHERE run=?", (run,)).fetchone()
+        return _story(connection, run, row[0] if row else 0.0, member, after, limit)
     finally:
         connection.close()
 
 
 def worlds(directory: Path, run: str) -> list[WorldRow]:
     columns = "number, first_step, last_step, began_at, members, reason"
-    rows = _ask(directory, f"SELECT {columns} FROM worlds WHERE run=? ORDER BY number", run)
+    rows = _query(directory, f"SELECT {columns} FROM worlds WHERE run=? ORDER BY number", run)
     return [WorldRow(n, first, last, at, tuple(names.split("\n")), why) for n, first, last, at, names, why in rows]
 
 
 def metrics(directory: Path, run: str) -> list[MetricRow]:
-    rows = _ask(directory, "SELECT at, step, loss, samples_per_s FROM metrics WHERE run=? ORDER BY at", run)
+    rows = _query(directory, "SELECT at, step, loss, samples_per_s FROM metrics WHERE run=? ORDER BY at", run)
     return [MetricRow(*row) for row in rows]
 
 
 def checkpoints(directory: Path, run: str) -> list[tuple[int, str]]:
-    """Steps and paths, oldest first."""
-    rows = _ask(directory, "SELECT step, path FROM checkpoints WHERE run=? ORDER BY step", run)
+    """Return steps and paths, oldest first."""
+    rows = _query(directory, "SELECT step, path FROM checkpoints WHERE run=? ORDER BY step", run)
     return [(row[0], row[1]) for row in rows]
 
 
@@ -279,7 +287,7 @@ def _readonly(directory: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{(directory / FILE).absolute().as_uri()}?mode=ro", uri=True)
 
 
-def _ask(directory: Path, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+def _query(directory: Path, statement: str, *values: Any) -> list[tuple[Any, ...]]:
     if not (directory / FILE).exists():
         return []
     connection = _readonly(directory)

@@ -97,7 +97,7 @@ def test_port_in_use_is_reported_and_leaves_no_directory(stage: Any) -> None:
 def test_second_coordinator_in_a_directory_is_rejected(stage: Any, standing: tuple[str, str]) -> None:
     second = stage.shoal("coordinator", "--dir", str(Path(standing[1]).parent))
     assert second.returncode == 4
-    assert "another coordinator works in this directory" in second.stderr
+    assert "another coordinator uses this directory" in second.stderr
     assert stage.shoal("ps", "--url", standing[0], "--token-file", standing[1]).returncode == 0
 
 

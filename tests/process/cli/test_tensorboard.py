@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.report.event_reader import Event, read_folder, series
+from tests.unit.report.tensorboard.event_reader import Event, read_folder, series
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 

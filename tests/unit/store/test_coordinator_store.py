@@ -71,7 +71,7 @@ class Town:
             connect=self.connect,
             clock=lambda: self.now,
             sleep=self.sleep,
-            say=self.said.append,
+            warn=self.said.append,
         )
 
     def sleep(self, seconds: float) -> None:
@@ -220,7 +220,7 @@ def test_a_blob_that_changed_meanwhile_is_not_read_half_and_half(town: Town) -> 
     with town.store().open("a") as file:
         assert file.read(10) == bytes(10)
         (town.path / "r" / "checkpoints" / "a").write_bytes(b"x" * 300)
-        with pytest.raises(OSError, match="was changed"):
+        with pytest.raises(OSError, match="blob changed"):
             file.read()
 
 
@@ -259,7 +259,9 @@ def test_a_disk_that_is_full_there_costs_one_checkpoint_and_no_older_one(
 ) -> None:
     checkpoint.write(town.store(), snapshot(1), "me", run="r", world=1, meta={})
     monkeypatch.setattr("shoal.coordinator.storage.run_files.RESERVED_BYTES", 1 << 60)
-    with pytest.raises(CheckpointFailed, match="step 2 could not be written to coordinator://r/checkpoints") as raised:
+    with pytest.raises(
+        CheckpointFailed, match="cannot write the checkpoint of step 2 to coordinator://r/checkpoints"
+    ) as raised:
         checkpoint.write(town.store(), snapshot(2), "me", run="r", world=1, meta={})
     assert "free some space" in raised.value.do
     assert checkpoint.read(town.store()).entry.step == 1

@@ -11,9 +11,10 @@ import pytest
 
 from shoal.core.membership import events as ev
 from shoal.core.world import Address
-from shoal.errors import JournalDamaged, JournalLocked, JournalUnwritable
+from shoal.errors import DirectoryVersionMismatch, JournalDamaged, JournalLocked, JournalUnwritable
 from shoal.store import journal
 from shoal.store.journal import Journal
+from shoal.wire.protocol import PROTOCOL
 
 EVENTS: list[ev.Event] = [
     ev.MemberConnected("a/0", "1", Address("h", 7)),
@@ -155,3 +156,39 @@ def test_the_rest_of_a_torn_line_that_stayed_is_no_part_of_the_next(tmp_path: Pa
     again = Journal(tmp_path)
     assert [entry.at for entry in again.entries] == [5.0, 6.0, 7.0]
     again.close()
+
+
+def test_directory_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, EVENTS)
+    (tmp_path / journal.FORMAT_FILE).unlink()
+    before = path.read_bytes()
+    with pytest.raises(DirectoryVersionMismatch, match="written by an older version") as refused:
+        Journal(tmp_path)
+    assert "new directory" in refused.value.do
+    assert path.read_bytes() == before
+
+
+def test_directory_of_another_protocol_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
+    write(tmp_path, EVENTS)
+    (tmp_path / journal.FORMAT_FILE).write_text(f'{{"protocol": {PROTOCOL + 1}, "shoal": "9.8.7"}}')
+    with pytest.raises(DirectoryVersionMismatch, match=rf"Shoal 9.8.7 \(protocol {PROTOCOL + 1}\)"):
+        Journal(tmp_path)
+
+
+def test_unreadable_format_file_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, EVENTS)
+    (tmp_path / journal.FORMAT_FILE).write_text("nonsense")
+    with pytest.raises(DirectoryVersionMismatch, match="unknown version"):
+        Journal(tmp_path)
+
+
+def test_refused_directory_is_not_left_locked(tmp_path: Path) -> None:
+    write(tmp_path, EVENTS)
+    kept = (tmp_path / journal.FORMAT_FILE).read_bytes()
+    (tmp_path / journal.FORMAT_FILE).write_text("nonsense")
+    with pytest.raises(DirectoryVersionMismatch):
+        Journal(tmp_path)
+    (tmp_path / journal.FORMAT_FILE).write_bytes(kept)
+    opened = Journal(tmp_path)
+    assert len(opened.entries) == len(EVENTS)
+    opened.close()

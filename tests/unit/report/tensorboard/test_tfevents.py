@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.unit.report.event_reader import read
+from tests.unit.report.tensorboard.event_reader import read
 
 from shoal.report.tensorboard import tfevents
 

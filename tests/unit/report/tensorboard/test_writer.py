@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.report.event_reader import read, read_folder, series
-from tests.unit.report.test_board import line, view
+from tests.unit.report.tensorboard.event_reader import read, read_folder, series
+from tests.unit.report.tensorboard.test_rows import line, view
 
 from shoal.report.tensorboard import writer
 from shoal.report.tensorboard.rows import EventRow

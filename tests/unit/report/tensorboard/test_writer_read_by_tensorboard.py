@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.unit.report.test_board import line, member, view
+from tests.unit.report.tensorboard.test_rows import line, member, view
 
 from shoal.report.tensorboard.writer import EventFiles, folder_of
 

@@ -241,7 +241,7 @@ def test_writing_the_same_step_again_is_harmless(any_store):
 
 def test_a_writer_whose_world_is_over_gives_up(store):
     write(store, 1)
-    with pytest.raises(CheckpointFailed, match="given up"):
+    with pytest.raises(CheckpointFailed, match="checkpoint aborted"):
         write(store, 2, fence=lambda: False)
     assert steps(store) == [1]
     assert len(names(store)) == 2

@@ -1,6 +1,6 @@
-"""Agents and members come, go, crash and are told to in any order; replaying the journal gives the same state.
+"""Agents and members connect, leave and crash in any order; replaying the journal gives the same state.
 
-The agents here do as they are told, but messages to them may be lost with their connection.
+Agents carry out their instructions, but messages to them may be lost with their connection.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Fleet(RuleBasedStateMachine):
             self.on(run, ev.MemberReady(member, "model", None))
 
     @rule()
-    def guest(self) -> None:
+    def unmanaged_member_connects(self) -> None:
         if not self.state.runs["r"].has_ended:
             self.on("r", ev.MemberConnected("guest/0", "g", Address("h", 1)))
 
@@ -151,7 +151,7 @@ class Fleet(RuleBasedStateMachine):
                 assert len(held) <= agent.slots
 
     @invariant()
-    def what_is_at_hand_is_what_there_is(self) -> None:
+    def indexes_agree_with_the_processes(self) -> None:
         processes = self.state.fleet.processes
         for run in self.state.runs:
             found = {p.member: p for p in processes.values() if p.run == run}
@@ -160,8 +160,8 @@ class Fleet(RuleBasedStateMachine):
             assert processes.slots_used(agent) == sum(p.agent == agent for p in processes.values())
 
     @invariant()
-    def nothing_was_left_undone(self) -> None:
-        """So that what changes nothing about who should exist need not be thought about."""
+    def no_decision_is_left_over(self) -> None:
+        """A decision without an event changes nothing."""
         draft = FleetDraft(self.state.fleet, self.now)
         fl.advance(draft)
         assert (draft.instructions, draft.freeze()) == ([], self.state.fleet)

@@ -52,7 +52,7 @@ class Served(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), ready=st.booleans())
-    def come(self, data: st.DataObject, ready: bool) -> None:
+    def connect(self, data: st.DataObject, ready: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.alive)))
         role = "server" if "server" in name else "trainer"
         self.on("r", ev.MemberConnected(name, self.alive[name], HERE, role=role))
@@ -61,7 +61,7 @@ class Served(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), cause=st.sampled_from(["infrastructure", "preempted", "user"]))
-    def die(self, data: st.DataObject, cause: str) -> None:
+    def exit(self, data: st.DataObject, cause: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.alive)))
         self.on("r", fe.ProcessExited("r", name, self.alive.pop(name), cause))
 
@@ -77,7 +77,7 @@ class Served(RuleBasedStateMachine):
 
     @precondition(lambda self: self.run.membership.members)
     @rule(data=st.data(), what=st.sampled_from(["notice", "silent", "cut", "done", "unreachable", "restored"]))
-    def happen(self, data: st.DataObject, what: str) -> None:
+    def report(self, data: st.DataObject, what: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.run.membership.members)))
         kinds = {
             "notice": ev.NoticeReceived(name, 30.0, "spot"),

@@ -49,11 +49,11 @@ class FakeTransport:
 
 
 class Listener:
-    """Who listens: an application that is done with a connection as soon as it is accepted."""
+    """An ASGI application that is done with a connection as soon as it listens."""
 
     def __init__(self) -> None:
         self.messages: list[bytes | str] = []
-        self.gone = 0
+        self.closed = 0
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         await receive()
@@ -62,11 +62,11 @@ class Listener:
         self.socket.listen(self.messages.append, self.on_close)
 
     def on_close(self) -> None:
-        self.gone += 1
+        self.closed += 1
 
 
 def talk(conversation: Callable[[DirectSocket, FakeTransport, Listener], None]) -> tuple[FakeTransport, Listener]:
-    """A conversation on an open connection, and what came of it."""
+    """Run a conversation on an open connection; return its transport and listener."""
     transport, listener = FakeTransport(), Listener()
 
     async def held() -> None:
@@ -125,7 +125,7 @@ def test_messages_arrive_in_order_however_the_bytes_are_cut(said: list[tuple[int
     transport, listener = talk(conversation)
     assert listener.messages == expected
     assert b"".join(transport.written) == b"".join(Frame(Opcode.PONG, data).serialize(mask=False) for data in pongs)
-    assert listener.gone == 0
+    assert listener.closed == 0
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_queued_messages_keep_their_order_and_close_comes_last() -> None:
     transport, listener = talk(conversation)
     said = [Frame(Opcode.BINARY, data) for data in (b"one", b"two")] + [Frame(Opcode.CLOSE, b"\x03\xe8")]
     assert b"".join(transport.written) == b"".join(one.serialize(mask=False) for one in said)
-    assert listener.gone == 1
+    assert listener.closed == 1
 
 
 def test_slow_reader_is_reported_when_its_queue_is_full() -> None:
@@ -177,8 +177,8 @@ def test_slow_reader_is_reported_when_its_queue_is_full() -> None:
 def test_close_is_reported_once_and_not_during_an_event() -> None:
     def conversation(socket: DirectSocket, _transport: FakeTransport, listener: Listener) -> None:
         socket.data_received(frame(b"\x03\xe8", Opcode.CLOSE))
-        assert listener.gone == 0
+        assert listener.closed == 0
         socket.connection_lost(None)
 
     _, listener = talk(conversation)
-    assert listener.gone == 1
+    assert listener.closed == 1

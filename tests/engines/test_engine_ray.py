@@ -288,7 +288,7 @@ def test_allocation_that_no_node_can_hold_waits(lone: Lone) -> None:
 def test_missing_resources_are_named(lone: Lone) -> None:
     engine = lone.engine()
     engine.submit(dataclasses.replace(lone.ask("a-1"), cpus=64))
-    assert lone.until(engine, "a-1", "waiting").why.startswith("no node has CPU 64 at all")
+    assert lone.until(engine, "a-1", "waiting").why.startswith("no node has CPU 64; waiting")
 
 
 def test_labels_and_placement_groups_select_nodes(lone: Lone, cluster: RayCluster) -> None:

@@ -309,7 +309,7 @@ def test_labels_and_placement_groups_select_nodes(lone: Lone, cluster: RayCluste
 def test_drained_node_has_a_known_end(lone: Lone, cluster: RayCluster) -> None:
     engine = lone.engine()
     engine.submit(lone.ask("a-1"))
-    assert lone.until(engine, "a-1", "running").until is None
+    assert lone.until(engine, "a-1", "running").ends_at is None
     home = raylet(lone.agent("a-1").pid)
     node = next(word.partition("=")[2] for word in home.cmdline() if word.startswith("--node_id="))
     drain = [sys.executable, "-P", "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]

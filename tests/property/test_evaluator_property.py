@@ -1,4 +1,4 @@
-"""Whatever happens to an evaluator happens to nobody else, and what was best is found whatever came in between."""
+"""An evaluator's failures affect no trainer, and the best evaluation is found whatever came in between."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ME = "lab/evaluator-0"
 CAUSES = ("user", "infrastructure", "preempted", "refused", "asked", "done")
 
 
-def told(instruction: fe.Instruction) -> str:
+def of_kind(instruction: fe.Instruction) -> str:
     return getattr(instruction, "member", "")
 
 
 @given(st.lists(st.tuples(st.sampled_from(CAUSES), st.floats(0.0, 2000.0)), max_size=20), st.booleans())
-def test_an_evaluator_can_die_in_any_way_and_no_trainer_hears_of_it(
+def test_evaluator_can_die_in_any_way_without_an_effect_on_trainers(
     deaths: list[tuple[str, float]], silent: bool
 ) -> None:
     state, now = fl.FleetState(salt="s"), 1000.0
@@ -34,15 +34,15 @@ def test_an_evaluator_can_die_in_any_way_and_no_trainer_hears_of_it(
         happened = [fe.MemberUnresponsive("r", ME), *happened] if silent else happened
         now += wait_s
         for event in (*happened, *fl.due(state, now)):
-            state, asked = fl.decide(state, event, now)
-            assert {told(instruction) for instruction in asked} <= {ME}
+            state, instructions = fl.decide(state, event, now)
+            assert {of_kind(instruction) for instruction in instructions} <= {ME}
     assert {key: p for key, p in state.processes.items() if p.role == "trainer"} == trainers
     assert state.runs["r"].status == fl.ACTIVE
-    state, asked = fl.decide(state, fe.RunFinished("r"), now)
+    state, instructions = fl.decide(state, fe.RunFinished("r"), now)
     for p in trainers.values():
-        state, asked = fl.decide(state, fe.ProcessExited("r", p.member, p.incarnation, "done"), now)
+        state, instructions = fl.decide(state, fe.ProcessExited("r", p.member, p.incarnation, "done"), now)
     if not state.processes.get(("r", ME)):
-        assert asked == (fe.MarkRunEnded("r", "all members are done", 0),)
+        assert instructions == (fe.MarkRunEnded("r", "all members are done", 0),)
 
 
 NUMBERS = st.one_of(st.none(), st.floats(-1e6, 1e6))
@@ -58,8 +58,8 @@ OTHERS = st.sampled_from(
 
 
 @given(st.lists(st.one_of(NUMBERS, OTHERS), max_size=30), st.booleans(), st.integers(1, 5))
-def test_the_best_is_the_first_of_the_best_and_patience_counts_from_it(
-    happened: list[float | object | None], largest: bool, patience: int
+def test_best_is_the_first_of_equals_and_early_stopping_counts_from_it(
+    happened: list[float | object | None], largest: bool, limit: int
 ) -> None:
     state, values, stopped = el.EvaluationState(), list[float | None](), False
     best = "max:score" if largest else "min:score"
@@ -67,9 +67,9 @@ def test_the_best_is_the_first_of_the_best_and_patience_counts_from_it(
         event = one
         if one is None or isinstance(one, float):
             values.append(one)
-            event = el.EvaluationReported(ME, 10 * len(values), {} if one is None else {"score": one}, best, patience)
-        state, asked = el.decide(state, event, 0.0)
-        stopped = stopped or any(isinstance(i, el.StopEarly) for i in asked)
+            event = el.EvaluationReported(ME, 10 * len(values), {} if one is None else {"score": one}, best, limit)
+        state, instructions = el.decide(state, event, 0.0)
+        stopped = stopped or any(isinstance(i, el.StopEarly) for i in instructions)
     numbers = [value for value in values if value is not None]
     status = state.status
     assert status.evaluations == len(values)
@@ -78,4 +78,4 @@ def test_the_best_is_the_first_of_the_best_and_patience_counts_from_it(
     if expected is not None:
         assert status.best_step == 10 * (values.index(expected) + 1)
         assert status.without == len(values) - 1 - values.index(expected)
-    assert stopped or status.without < patience
+    assert stopped or status.without < limit

@@ -19,7 +19,7 @@ from shoal.core.membership import events as ev
 from shoal.core.membership.decide import LastHeartbeat, MembershipSettings, MembershipState, decide, due
 from shoal.core.world import Address, World
 
-RULES = MembershipSettings(min_members=1, max_members=3, regroup_s=0.5)
+SETTINGS = MembershipSettings(min_members=1, max_members=3, regroup_s=0.5)
 FOR_EVER = 10_000
 
 
@@ -92,7 +92,7 @@ class Membership(RuleBasedStateMachine):
         self.now = 1000.0
         self.total = left
         self.ended = False
-        self.state = self.first = MembershipState(dataclasses.replace(RULES, replaces_members=replaces_members))
+        self.state = self.first = MembershipState(dataclasses.replace(SETTINGS, replaces_members=replaces_members))
         self.journal: list[tuple[Any, float]] = []
         self.models: dict[str, Model] = {}
         self.names = 0
@@ -270,7 +270,7 @@ class Membership(RuleBasedStateMachine):
     @invariant()
     def the_world_is_never_too_large(self) -> None:
         if hasattr(self, "state") and self.state.world is not None:
-            assert self.state.world.size <= RULES.max_members + 1
+            assert self.state.world.size <= SETTINGS.max_members + 1
 
     def teardown(self) -> None:
         """When the faults end, those who are alive train on, all that fit in."""
@@ -292,7 +292,7 @@ class Membership(RuleBasedStateMachine):
         elif training and self.state.stopping is None:
             world = self._whole()
             assert world is not None, (self.state.reason, self.state)
-            assert world.size == min(len(training), RULES.max_members), (self.state.reason, self.state)
+            assert world.size == min(len(training), SETTINGS.max_members), (self.state.reason, self.state)
             assert (self.models[world.seats[0].member].step or 0) >= self.committed - 1
         self._replay()
 
@@ -354,9 +354,9 @@ class Membership(RuleBasedStateMachine):
             self.now += min(seconds, 0.5)
             if self.down:
                 continue
-            beats = {m.name: LastHeartbeat(self.now) for m in self.models.values() if m.works and m.connected}
-            self._beats = getattr(self, "_beats", {}) | beats
-            for event in due(self.state, self._beats, self.now):
+            heartbeats = {m.name: LastHeartbeat(self.now) for m in self.models.values() if m.works and m.connected}
+            self._heartbeats = getattr(self, "_heartbeats", {}) | heartbeats
+            for event in due(self.state, self._heartbeats, self.now):
                 self._decide(event)
             for model in self.models.values():
                 if model.works and not model.connected:
@@ -389,16 +389,18 @@ class Membership(RuleBasedStateMachine):
     def _decide(self, event: Any) -> None:
         self.journal.append((event, self.now))
         if isinstance(event, ev.MemberConnected):
-            self._beats = getattr(self, "_beats", {}) | {event.member: LastHeartbeat(self.now)}
+            self._heartbeats = getattr(self, "_heartbeats", {}) | {event.member: LastHeartbeat(self.now)}
         before = self.state
         offered = before.proposal
         known_world = offered is not None and offered.number == getattr(event, "world", None)
-        self.state, asked = decide(before, event, self.now)
+        self.state, instructions = decide(before, event, self.now)
         self._note_the_end(event)
-        self._check_sources(asked)
+        self._check_sources(instructions)
         if isinstance(event, ev.MemberLeft) and event.world is not None and known_world:
-            assert not any(isinstance(i, ev.DissolveWorld) for i in asked), "a member that handed over broke a world"
-        for instruction in asked:
+            assert not any(isinstance(i, ev.DissolveWorld) for i in instructions), (
+                "a member that handed over broke a world"
+            )
+        for instruction in instructions:
             names = getattr(instruction, "to", None) or [getattr(instruction, "member", "")]
             for name in names:
                 model = self.models.get(name)
@@ -411,16 +413,16 @@ class Membership(RuleBasedStateMachine):
                     model.inbox.append(instruction)
 
     def _note_the_end(self, event: Any) -> None:
-        """Once it is heard that somebody has done the last step, all that is left is to end."""
+        """Once a member has reported the last step, the run only has to end."""
         known = self.state.members.get(getattr(event, "member", ""))
         if isinstance(event, ev.MemberConnected) and known is not None and known.incarnation == event.incarnation:
             self.ended |= event.done and not event.early
         elif isinstance(event, ev.MemberDone):
             self.ended |= not event.early
 
-    def _check_sources(self, asked: tuple[Any, ...]) -> None:
-        """Whoever needs the state gets it from somebody who has it."""
-        for instruction in asked:
+    def _check_sources(self, instructions: tuple[Any, ...]) -> None:
+        """A member without the state receives it from one that holds it."""
+        for instruction in instructions:
             if isinstance(instruction, ev.RestoreCheckpoint):
                 assert not self.ended, "the end is trained again"
             if isinstance(instruction, ev.FormWorld) and not instruction.world.fresh:
@@ -430,7 +432,8 @@ class Membership(RuleBasedStateMachine):
             if isinstance(instruction, ev.ProposeWorld):
                 world = self.state.world
                 assert world is not None
-                assert any(world.rank_of(s.member) is not None for s in instruction.world.seats), "nobody hands over"
+                seated = [world.rank_of(seat.member) is not None for seat in instruction.world.seats]
+                assert any(seated), "no member sends the state"
 
     def _hear(self, model: Model, told: Any) -> None:
         if isinstance(told, ev.FormWorld):
@@ -502,7 +505,7 @@ class Membership(RuleBasedStateMachine):
         self._be_done(seats)
 
     def _be_done(self, models: list[Model]) -> None:
-        """Who has done the last step says so, and trains with nobody any more."""
+        """A member that has done the last step reports it and no longer trains."""
         for model in models:
             if model.alive and model.step == self.total and not model.done:
                 model.done = True

@@ -61,11 +61,11 @@ class Placements(RuleBasedStateMachine):
     # --- the coordinator
 
     def tell(self, event: ev.Event) -> None:
-        self.state, asked = sv.decide(self.state, event, self.now)
-        self.carry_out(asked)
+        self.state, instructions = sv.decide(self.state, event, self.now)
+        self.carry_out(instructions)
 
-    def carry_out(self, asked: tuple[ev.Instruction, ...]) -> None:
-        for one in asked:
+    def carry_out(self, instructions: tuple[ev.Instruction, ...]) -> None:
+        for one in instructions:
             if isinstance(one, ev.PublishPlacement):
                 for name in one.to:
                     if name in self.live and not self.live[name].expelled:
@@ -246,7 +246,7 @@ class Placements(RuleBasedStateMachine):
 
     @rule()
     def all_hear_and_copy(self) -> None:
-        """Bring everybody up to date but the coordinator, whose mail may wait."""
+        """Deliver all messages but those to the coordinator, which may wait."""
         for name in sorted(self.live):
             while name in self.live and self.live[name].inbox:
                 self.adopt(name)

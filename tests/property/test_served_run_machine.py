@@ -172,7 +172,7 @@ class ServedRun(RuleBasedStateMachine):
 
     @invariant()
     def when_calm_all_is_heard_at_once(self) -> None:
-        """But nobody who trains comes to the end of its ticket, so that others may go before it does."""
+        """No trainer finishes its ticket, so that others may leave before it does."""
         if not getattr(self, "calm", False):
             return
         while any(model.inbox for model in self.live.values()):
@@ -228,7 +228,7 @@ class ServedRun(RuleBasedStateMachine):
 
     def _tell(self, event: ev.Event) -> None:
         self.journal.append((event, self.now))
-        before, (self.state, asked) = self.state, sv.decide(self.state, event, self.now)
+        before, (self.state, instructions) = self.state, sv.decide(self.state, event, self.now)
         if self.state.finished and not before.finished:
             self._check_end(event)
         if before.placement is not None and self.state.placement is None and not self.state.finished:
@@ -236,7 +236,7 @@ class ServedRun(RuleBasedStateMachine):
         if self.state.stopping is not None and before.stopping is None:
             self.checkpoint = None
             self.left_behind = self.state.stopping.checkpoint and self.state.placement is not None
-        for one in asked:
+        for one in instructions:
             to = getattr(one, "to", None) or (getattr(one, "member", ""),)
             for name in to:
                 model = self.live.get(name)
@@ -244,7 +244,7 @@ class ServedRun(RuleBasedStateMachine):
                     model.inbox.append(one)
 
     def _check_end(self, event: ev.Event) -> None:
-        """A run is finished if somebody has seen its end, or if the last who trained has left its loop."""
+        """A run is finished if a trainer has done its last step, or the last trainer has left its loop."""
         left = isinstance(event, ev.MemberDone | ev.MemberConnected) and event.early
         assert self.over_in is not None or left, f"finished by {event}"
 
@@ -254,7 +254,7 @@ class ServedRun(RuleBasedStateMachine):
         if core_placement.promote_backups(before.assignments, seated) is None:
             self.left_behind = False
         else:
-            assert self.state.stopping is not None, "the state was given up with somebody holding all of it"
+            assert self.state.stopping is not None, "the state was given up although a server held all of it"
 
     def _has(self, name: str, incarnation: str) -> bool:
         known = self.state.members.get(name)
@@ -336,9 +336,9 @@ class ServedRun(RuleBasedStateMachine):
 
     def _write(self, model: Model) -> None:
         placement = model.placement
-        asked = model.leaving or (model.stop is not None and model.stop.checkpoint)
+        instructions = model.leaving or (model.stop is not None and model.stop.checkpoint)
         leads = model.serves and placement is not None and placement.assignments[LEDGER].primary == model.name
-        if asked and leads and placement is not None and self._whole(placement):
+        if instructions and leads and placement is not None and self._whole(placement):
             self.checkpoint = 7
 
     def _finish(self, model: Model | None) -> None:
@@ -356,7 +356,7 @@ class ServedRun(RuleBasedStateMachine):
             self._tell(ev.MemberLost(model.name, "its process ended"))
 
     def _settle(self) -> None:
-        """All that was said is heard, and everybody does what it can."""
+        """Deliver all messages, and let every member do what it can."""
         self.now += 0.2
         self._tell(ev.TimerFired("regroup"))
         for _ in range(60):

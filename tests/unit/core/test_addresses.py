@@ -24,28 +24,28 @@ machines = st.lists(
 )
 
 
-def test_the_way_to_the_coordinator_comes_first_and_bridges_of_containers_last():
+def test_address_towards_the_coordinator_comes_first_and_bridges_last():
     other = Interface("eth1", ("192.168.1.2",), 1000)
     found = candidates((LO, DOCKER, other, ETH), first=("10.0.0.2",))
     assert found == ("10.0.0.2", "192.168.1.2", "fd00::2", "172.17.0.1")
 
 
-def test_a_much_faster_network_comes_before_the_way_to_the_coordinator():
+def test_much_faster_network_comes_before_the_address_towards_the_coordinator():
     assert candidates((ETH, Interface("ib0", ("10.9.0.2",), 100_000)), ("10.0.0.2",))[:2] == ("10.9.0.2", "10.0.0.2")
     assert candidates((ETH, Interface("eth1", ("10.9.0.2",), 1900)), ("10.0.0.2",))[0] == "10.0.0.2"
     assert candidates((ETH, Interface("eth1", ("10.9.0.2",), 0)), ("10.0.0.2",))[0] == "10.0.0.2"
 
 
-def test_loopback_and_addresses_that_need_an_interface_are_never_given_to_others():
+def test_loopback_and_scoped_addresses_are_never_shared():
     assert candidates((LO, Interface("eth0", ("fe80::1", "127.0.1.1", "0.0.0.0")))) == ()
 
 
-def test_an_address_of_somebody_who_passes_on_to_us_is_kept():
+def test_address_of_a_forwarder_is_kept():
     assert candidates((ETH,), first=("203.0.113.7",))[0] == "203.0.113.7"
 
 
 @given(machines, st.lists(ips, max_size=2))
-def test_whatever_the_interfaces_are_candidates_are_ours_reach_out_and_are_named_once(interfaces, first):
+def test_candidates_are_own_shareable_and_unique(interfaces, first):
     found = candidates(interfaces, first)
     known = {address for one in interfaces for address in one.addresses} | set(first)
     assert len(found) == len(set(found)) <= 6
@@ -56,7 +56,7 @@ def test_whatever_the_interfaces_are_candidates_are_ours_reach_out_and_are_named
 
 
 @given(machines, ips.filter(is_shareable))
-def test_no_bridge_of_containers_comes_before_the_known_way(interfaces, first):
+def test_no_container_bridge_comes_before_a_known_address(interfaces, first):
     found = candidates(interfaces, (first,))
     before = found[: found.index(first)]
     inner = {address for one in interfaces if one.is_inner for address in one.addresses}
@@ -67,11 +67,11 @@ def test_no_bridge_of_containers_comes_before_the_known_way(interfaces, first):
 @pytest.mark.parametrize(
     ("resolved", "good"), [((), False), (("127.0.1.1",), False), (("::1", "10.0.0.2"), False), (("10.0.0.2",), True)]
 )
-def test_a_name_that_leads_back_here_is_not_given_to_others(resolved, good):
+def test_name_that_resolves_to_loopback_is_not_shared(resolved, good):
     assert is_shareable_name(resolved) is good
 
 
-def test_addresses_are_written_as_urls_have_them():
+def test_addresses_are_written_as_in_urls():
     assert host_port("fd00::1", 80) == "[fd00::1]:80"
     assert host_port("lab", 80) == "lab:80"
     assert split_list(" a, b,,a ") == ("a", "b")

@@ -63,7 +63,7 @@ class Trainers(RuleBasedStateMachine):
             if isinstance(outcome, TicketGranted):
                 self.begun[key], self.pushed[key] = outcome, set()
             elif isinstance(outcome, TicketDelayed):
-                assert outcome.waits_for, "whoever waits knows for waits_for"
+                assert outcome.waits_for, "a delayed trainer is told which trainers it waits for"
                 assert name not in outcome.waits_for
 
     @precondition(lambda self: self.begun)
@@ -114,7 +114,7 @@ class Trainers(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule()
     def go_back(self) -> None:
-        """All is lost but the checkpoint; whoever lives is in another life."""
+        """All is lost but the checkpoint; the remaining trainers are in a new generation."""
         assert self.saved is not None
         self.ledger, self.shards = self.saved[0], [dict(shard) for shard in self.saved[1]]
         self.events = []

@@ -13,14 +13,14 @@ def losses(cause, *times):
     return [PastExit(at, cause) for at in times]
 
 
-def test_the_first_restart_is_at_once():
+def test_first_restart_is_immediate():
     assert decide([], "infrastructure", 0.0, SETTINGS) == RestartAfter(
         0.0, "restart 1 of at most 3 after infrastructure failures"
     )
 
 
 @pytest.mark.parametrize(("cause", "allowed"), [("user", 2), ("infrastructure", 3)])
-def test_each_cause_has_a_budget_of_its_own(cause, allowed):
+def test_each_cause_has_its_own_limit(cause, allowed):
     other = "infrastructure" if cause == "user" else "user"
     before = losses(other, *range(50))
     for spent in range(allowed):
@@ -32,7 +32,7 @@ def test_each_cause_has_a_budget_of_its_own(cause, allowed):
     )
 
 
-def test_giving_up_says_how_many_errors_there_were():
+def test_reason_names_the_number_of_errors():
     found = decide(losses("user", 1.0, 2.0), "user", 3.0, SETTINGS)
     assert found == StopRestarting("3 errors of the user's code within 1000 s; 2 restarts are allowed")
 
@@ -41,17 +41,17 @@ def test_preemption_has_no_limit():
     assert isinstance(decide(losses("preempted", *range(1000)), "preempted", 1000.0, SETTINGS), RestartAfter)
 
 
-def test_what_is_older_than_the_window_is_forgiven():
+def test_exits_before_the_window_do_not_count():
     assert isinstance(decide(losses("user", 1.0, 2.0), "user", 1003.0, SETTINGS), RestartAfter)
 
 
-def test_the_pause_doubles_up_to_its_cap():
+def test_pause_doubles_up_to_its_maximum():
     wide = RestartLimits(infrastructure=100, backoff_s=1.0, backoff_max_s=5.0, healthy_s=60.0)
     pauses = [decide(losses("infrastructure", *range(n)), "infrastructure", n, wide).after_s for n in range(6)]
     assert pauses == [0.0, 1.0, 2.0, 4.0, 5.0, 5.0]
 
 
-def test_a_healthy_time_resets_the_pause():
+def test_healthy_time_resets_the_pause():
     wide = RestartLimits(infrastructure=100, backoff_s=1.0, backoff_max_s=5.0, healthy_s=60.0)
     assert decide(losses("infrastructure", 1.0, 2.0, 3.0), "infrastructure", 63.0, wide).after_s == 0.0
     assert decide(losses("infrastructure", 1.0, 2.0, 63.0), "infrastructure", 64.0, wide).after_s == 1.0
@@ -61,12 +61,12 @@ def test_preemptions_do_not_lengthen_the_pause():
     assert decide(losses("preempted", 1.0, 2.0), "infrastructure", 3.0, SETTINGS).after_s == 0.0
 
 
-def test_a_budget_of_nothing_gives_up_at_once():
+def test_limit_of_zero_allows_no_restart():
     assert decide([], "user", 0.0, RestartLimits(user=0)) == StopRestarting(
         "no restarts are allowed after errors of the user's code"
     )
 
 
-def test_a_pause_never_overflows():
+def test_pause_never_overflows():
     endless = RestartLimits(infrastructure=10**9, window_s=1e9, healthy_s=1e9)
     assert decide(losses("infrastructure", *range(5000)), "infrastructure", 5000.0, endless).after_s == 30.0

@@ -1,4 +1,4 @@
-"""Several runs on the same machines: each gets what it can use, first those that matter more, and nobody hoards."""
+"""Several runs on the same machines: each gets what it can use, by priority, and none hoards slots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Fleet:
 
     def on(self, event: fe.Event) -> list[fe.Instruction]:
         self.now += 1.0
-        self.state, asked = fl.decide(self.state, event, self.now)
-        return list(asked)
+        self.state, instructions = fl.decide(self.state, event, self.now)
+        return list(instructions)
 
     def want(self, run: str, low: int, high: int, priority: int = 0, pools: tuple[str, ...] = ()) -> None:
         self.on(
@@ -33,7 +33,7 @@ class Fleet:
             self.on(fe.ProcessExited(run, p.member, p.incarnation, "asked"))
 
 
-def test_the_spares_of_one_run_make_room_for_another() -> None:
+def test_spares_of_a_run_make_room_for_another() -> None:
     fleet = Fleet(lab=4)
     fleet.want("a", 1, 2)
     assert len(fleet.have("a")) == 4, "while it is alone, it keeps spares"
@@ -45,7 +45,7 @@ def test_the_spares_of_one_run_make_room_for_another() -> None:
     assert fleet.have("a") == ["lab/0", "lab/1"]
 
 
-def test_who_cannot_begin_holds_nothing_that_others_can_use() -> None:
+def test_run_that_cannot_begin_takes_no_slots() -> None:
     fleet = Fleet(lab=4)
     fleet.want("a", 1, 2)
     fleet.want("big", 4, 4)
@@ -56,7 +56,7 @@ def test_who_cannot_begin_holds_nothing_that_others_can_use() -> None:
     assert len(fleet.have("small")) == 1
 
 
-def test_a_run_of_higher_priority_gets_what_becomes_free() -> None:
+def test_run_of_higher_priority_gets_free_slots() -> None:
     fleet = Fleet(lab=2)
     fleet.want("a", 2, 2)
     fleet.want("low", 2, 2)
@@ -67,7 +67,7 @@ def test_a_run_of_higher_priority_gets_what_becomes_free() -> None:
     assert (fleet.have("low"), len(fleet.have("high"))) == ([], 2)
 
 
-def test_a_run_uses_only_machines_of_its_pools_and_those_that_came_by_themselves() -> None:
+def test_run_uses_its_pools_and_agents_started_by_hand() -> None:
     fleet = Fleet()
     fleet.on(fe.AgentConnected("spot-1", 1, "h", pool="spot"))
     fleet.on(fe.AgentConnected("lab-1", 1, "h", pool="lab"))
@@ -78,7 +78,7 @@ def test_a_run_uses_only_machines_of_its_pools_and_those_that_came_by_themselves
     assert fleet.have("b") == ["lab-1/0"]
 
 
-def test_a_run_that_is_alone_begins_with_what_there_is() -> None:
+def test_run_without_rivals_begins_with_any_slots() -> None:
     fleet = Fleet(lab=1)
     fleet.want("a", 2, 2)
     assert len(fleet.have("a")) == 1, "the others may come"

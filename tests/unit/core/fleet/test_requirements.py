@@ -15,42 +15,42 @@ LAB = PoolInfo("lab", "ssh", limit=2)
 POOLS = (A100, CHEAP, LAB)
 
 
-def test_labels_choose_among_the_pools_that_were_named_in_their_order() -> None:
+def test_labels_select_named_pools_in_their_order() -> None:
     assert fleet_requirements.matching(POOLS, ("dear", "lab", "cheap"), {"gpu": "a100"}) == ("dear", "cheap")
     assert fleet_requirements.matching(POOLS, ("dear", "cheap"), {"gpu": "a100", "zone": "b"}) == ("cheap",)
 
 
-def test_without_names_all_pools_with_the_labels_are_taken_the_cheapest_first() -> None:
+def test_labels_without_names_select_the_cheapest_pools_first() -> None:
     assert fleet_requirements.matching(POOLS, (), {"gpu": "a100"}) == ("cheap", "dear")
     assert fleet_requirements.matching(POOLS, ("lab",), {}) == ("lab",)
 
 
-def test_labels_that_no_pool_has_are_an_error_that_says_which_there_are() -> None:
+def test_unmatched_labels_are_rejected_with_the_existing_ones() -> None:
     with pytest.raises(BadLabels) as caught:
         fleet_requirements.matching(POOLS, ("dear", "lab"), {"gpu": "h100"})
     assert caught.value.why == "dear has gpu=a100,zone=a; lab has no labels"
 
 
 @pytest.mark.parametrize("text", ["gpu", "=a100", "gpu=", "gpu=a,gpu=b"])
-def test_a_constraint_that_says_nothing_or_two_things_is_an_error(text: str) -> None:
+def test_malformed_constraint_is_rejected(text: str) -> None:
     with pytest.raises(BadLabels):
         fleet_requirements.parse_where(text)
 
 
-def test_a_machine_that_came_by_itself_will_do_unless_pools_or_labels_are_asked_for() -> None:
+def test_agent_started_by_hand_is_admitted_unless_pools_are_required() -> None:
     assert fleet_requirements.admits(MachineRequirements(("spot",)), "", None)
     assert not fleet_requirements.admits(MachineRequirements(("spot",), pools_only=True), "", None)
     assert not fleet_requirements.admits(MachineRequirements(("spot",)), "lab", None)
 
 
-def test_a_place_must_be_large_enough_if_its_size_is_known() -> None:
+def test_slot_of_known_size_must_be_large_enough() -> None:
     asked = MachineRequirements(cpus=4, memory_bytes=2)
     assert fleet_requirements.admits(asked, "spot", SlotSize(4, 2))
     assert not fleet_requirements.admits(asked, "spot", SlotSize(4, 1))
-    assert fleet_requirements.admits(asked, "ssh", None), "nobody could ask for one"
+    assert fleet_requirements.admits(asked, "ssh", None), "no size could be requested"
 
 
-def test_a_role_that_is_larger_than_a_place_is_refused_before_anything_is_hired() -> None:
+def test_role_larger_than_a_slot_is_rejected_before_any_request() -> None:
     pools = {"spot": PoolInfo("spot", "slurm", limit=4, slots=2, sized=True, cpus=4, memory_bytes=8 << 30)}
     fleet_requirements.check_size("trainer", MachineRequirements(("spot",), cpus=2, memory_bytes=4 << 30), pools)
     with pytest.raises(SlotTooSmall, match="a trainer needs 3 cpus, but a slot in pool spot has 2"):

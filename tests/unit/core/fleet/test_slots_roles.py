@@ -1,4 +1,4 @@
-"""Roles that have pools of their own: nobody is started anywhere else, and nobody takes another role's place."""
+"""Roles that have pools of their own: processes start only there, and no other role takes their slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fleet:
         return sorted(p.member for p in self.state.of_run(run) if p.status != fl.ENDING)
 
 
-def test_an_evaluator_with_a_pool_of_its_own_is_started_there_and_nowhere_else() -> None:
+def test_evaluator_with_its_own_pool_starts_only_there() -> None:
     fleet = Fleet()
     fleet.come("spot-1", "spot-2")
     fleet.want(1, 2, trainer=SPOT, evaluator=LAB)
@@ -39,7 +39,7 @@ def test_an_evaluator_with_a_pool_of_its_own_is_started_there_and_nowhere_else()
     assert fleet.have() == ["lab-3/evaluator-0", "spot-1/0", "spot-2/0"]
 
 
-def test_nobody_trains_on_the_machine_that_was_hired_for_the_evaluator() -> None:
+def test_no_trainer_uses_the_slot_of_the_evaluator() -> None:
     fleet = Fleet()
     fleet.want(1, 3, trainer=MachineRequirements(("spot", "lab")), evaluator=LAB)
     fleet.come("lab-1", "spot-2")
@@ -48,14 +48,14 @@ def test_nobody_trains_on_the_machine_that_was_hired_for_the_evaluator() -> None
     assert fleet.have() == ["lab-1/evaluator-0", "lab-3/0", "spot-2/0"], "trainers have their own place there"
 
 
-def test_trainers_that_may_run_anywhere_stay_away_from_another_roles_pool() -> None:
+def test_trainers_without_pools_avoid_reserved_pools() -> None:
     fleet = Fleet()
     fleet.want(1, 3, evaluator=LAB)
     fleet.come("lab-1", "lab-2", "friend", slots=2)
     assert fleet.have() == ["friend/0", "friend/1", "lab-1/evaluator-0"]
 
 
-def test_servers_with_a_pool_of_their_own_are_started_there() -> None:
+def test_servers_with_their_own_pool_start_there() -> None:
     fleet = Fleet()
     fleet.want(1, 2, servers=2, evaluators=0, trainer=SPOT, server=LAB)
     fleet.come("spot-1", "spot-2")
@@ -64,7 +64,7 @@ def test_servers_with_a_pool_of_their_own_are_started_there() -> None:
     assert fleet.have() == ["lab-3/server-0", "lab-4/server-0", "spot-1/0", "spot-2/0"]
 
 
-def test_a_run_whose_servers_have_no_place_yet_holds_nothing_that_another_could_use() -> None:
+def test_run_without_slots_for_its_servers_takes_none() -> None:
     fleet = Fleet()
     fleet.want(1, 1, run="other", evaluators=0)
     fleet.want(1, 1, servers=1, evaluators=0, trainer=SPOT, server=LAB)
@@ -75,7 +75,7 @@ def test_a_run_whose_servers_have_no_place_yet_holds_nothing_that_another_could_
     assert fleet.have() == ["lab-2/server-0", "spot-1/0"]
 
 
-def test_an_evaluator_that_crashed_finds_its_place_again() -> None:
+def test_crashed_evaluator_restarts_in_its_slot() -> None:
     fleet = Fleet()
     fleet.want(1, 2, trainer=MachineRequirements(("spot", "lab")), evaluator=LAB)
     fleet.come("lab-1", "spot-2")
@@ -85,7 +85,7 @@ def test_an_evaluator_that_crashed_finds_its_place_again() -> None:
     assert fleet.have() == [name, "spot-2/0"]
 
 
-def test_members_go_only_to_places_that_are_large_enough() -> None:
+def test_members_use_only_slots_that_are_large_enough() -> None:
     fleet = Fleet()
     fleet.want(1, 3, evaluators=0, trainer=MachineRequirements(("spot",), cpus=4))
     fleet.come("spot-1", size=SlotSize(2))

@@ -28,7 +28,7 @@ def finish(ledger: TicketLedger, name: str) -> TicketLedger:
     return ledger
 
 
-def test_a_lone_trainer_gets_whole_batches_in_order() -> None:
+def test_lone_trainer_gets_whole_batches_in_order() -> None:
     ledger, seen = TicketLedger(bound=0), []
     ledger, outcome = begin(ledger, "a")
     while isinstance(outcome, TicketGranted):
@@ -44,7 +44,7 @@ def test_two_trainers_share_a_batch() -> None:
     assert (first.ticket, second.ticket) == (Ticket(0, 0, 10), Ticket(0, 10, 20))
 
 
-def test_whoever_is_too_far_ahead_waits_and_knows_for_whom() -> None:
+def test_trainer_too_far_ahead_waits_for_named_trainers() -> None:
     ledger = ticket_ledger.join(TicketLedger(bound=1), "b", "1")
     ledger, _ = begin(ledger, "b")
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_no_trainer_waits_without_a_bound() -> None:
         ledger = finish(ledger, "a")
 
 
-def test_nobody_waits_for_the_lost_and_their_ticket_comes_again() -> None:
+def test_ticket_of_a_lost_trainer_is_issued_again() -> None:
     ledger, lost = begin(ticket_ledger.join(TicketLedger(bound=0), "b", "1"), "b")
     ledger, _ = begin(ledger, "a")
     ledger = finish(ledger, "a")
@@ -78,27 +78,27 @@ def test_nobody_waits_for_the_lost_and_their_ticket_comes_again() -> None:
     assert outcome.ticket == lost.ticket
 
 
-def test_a_newcomer_starts_at_the_slowest_clock() -> None:
+def test_joiner_starts_at_the_slowest_clock() -> None:
     ledger, _ = begin(TicketLedger(bound=5), "a")
     ledger = finish(ledger, "a")
     ledger = ticket_ledger.join(ledger, "b", "1")
     assert ledger.trainers["b"].clock == 1
 
 
-def test_a_newcomer_after_everybody_was_lost_starts_where_they_were() -> None:
+def test_joiner_after_all_were_lost_starts_at_their_clock() -> None:
     ledger, _ = begin(TicketLedger(bound=5), "a")
     ledger = ticket_ledger.remove(finish(ledger, "a"), "a", "1")
     assert ticket_ledger.join(ledger, "b", "1").trainers["b"].clock == 1
 
 
-def test_asking_again_gives_the_same_ticket() -> None:
+def test_repeated_request_gets_the_same_ticket() -> None:
     ledger, first = begin(TicketLedger(bound=0), "a")
     same, again = begin(ledger, "a")
     assert again == first
     assert same == ledger
 
 
-def test_saying_done_twice_counts_once() -> None:
+def test_ticket_reported_twice_counts_once() -> None:
     ledger, granted = begin(TicketLedger(bound=0), "a")
     ledger = finish(ledger, "a")
     again, _ = ticket_ledger.advance(ledger, ORDER, "a", "1", granted.ticket, 1.0, wants=False)
@@ -106,7 +106,7 @@ def test_saying_done_twice_counts_once() -> None:
     assert again.finished_samples == 20
 
 
-def test_another_process_of_the_same_name_is_a_newcomer() -> None:
+def test_another_session_of_the_same_name_is_a_joiner() -> None:
     ledger, granted = begin(TicketLedger(bound=0), "a")
     ledger = ticket_ledger.join(ledger, "a", "2")
     assert ledger.returned == (granted.ticket,)
@@ -114,7 +114,7 @@ def test_another_process_of_the_same_name_is_a_newcomer() -> None:
     assert outcome == TrainerUnknown()
 
 
-def test_a_ticket_that_was_finished_by_one_given_up_is_not_issued_again() -> None:
+def test_ticket_finished_by_a_lost_trainer_is_not_issued_again() -> None:
     ledger, granted = begin(TicketLedger(bound=0), "a")
     ledger = ticket_ledger.remove(ledger, "a", "1")
     ledger, _ = ticket_ledger.advance(
@@ -133,7 +133,7 @@ def test_slow_trainers_get_smaller_tickets() -> None:
     assert (ticket_ledger.ticket_size(ledger, "fast", 20), ticket_ledger.ticket_size(ledger, "slow", 20)) == (16, 4)
 
 
-def test_balanced_by_staleness_whoever_is_behind_gets_less() -> None:
+def test_staleness_policy_gives_less_to_a_trainer_that_is_behind() -> None:
     ledger = ticket_ledger.join(ticket_ledger.join(TicketLedger(bound=None, policy="staleness"), "a", "1"), "b", "1")
     for _ in range(5):
         ledger, _ = begin(ledger, "a")
@@ -141,7 +141,7 @@ def test_balanced_by_staleness_whoever_is_behind_gets_less() -> None:
     assert ticket_ledger.ticket_size(ledger, "a", 20) > ticket_ledger.ticket_size(ledger, "b", 20)
 
 
-def test_the_last_tickets_are_waited_for_because_they_may_come_again() -> None:
+def test_last_tickets_are_waited_for() -> None:
     ledger, _ = begin(ticket_ledger.join(TicketLedger(bound=None, step=9, at=10), "b", "1"), "b")
     ledger, outcome = begin(ledger, "a")
     assert isinstance(outcome, TicketDelayed)
@@ -150,7 +150,7 @@ def test_the_last_tickets_are_waited_for_because_they_may_come_again() -> None:
     assert isinstance(outcome, TicketGranted)
 
 
-def test_a_checkpoint_issues_again_what_was_not_finished_when_it_began() -> None:
+def test_restored_checkpoint_issues_open_tickets_again() -> None:
     ledger, first = begin(ticket_ledger.join(TicketLedger(bound=None), "b", "1"), "a")
     ledger, second = begin(ledger, "b")
     ledger = ticket_ledger.begin_checkpoint(finish(ledger, "b"))

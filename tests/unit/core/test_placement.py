@@ -27,17 +27,17 @@ def test_more_shards_than_tensors_leave_some_empty() -> None:
     assert divide([8], 3) == ((0,), (), ())
 
 
-def test_primaries_are_dealt_out_and_learners_are_others() -> None:
+def test_primaries_are_spread_and_learners_are_other_servers() -> None:
     holdings = initial(names(3), 4, 1)
     assert [h.primary for h in holdings] == ["s0", "s1", "s2", "s0"]
     assert all(h.learner and h.learner != h.primary for h in holdings)
 
 
-def test_a_lone_server_has_no_backup() -> None:
+def test_lone_server_has_no_backup() -> None:
     assert initial(["s0"], 2, 1) == (PartAssignment("s0"), PartAssignment("s0"))
 
 
-def test_a_backup_stands_in_for_a_lost_primary() -> None:
+def test_backup_replaces_a_lost_primary() -> None:
     holdings = complete(initial(names(2), 3, 1))
     left = reassign(holdings, ["s1"], (), 2)
     assert left is not None
@@ -45,25 +45,25 @@ def test_a_backup_stands_in_for_a_lost_primary() -> None:
     assert not any(h.backup or h.learner for h in left)
 
 
-def test_a_learner_never_stands_in() -> None:
+def test_learner_never_becomes_primary() -> None:
     assert reassign(initial(names(2), 3, 1), ["s1"], (), 2) is None
 
 
-def test_a_server_that_was_lost_and_came_back_holds_nothing() -> None:
+def test_server_that_was_lost_and_returned_holds_nothing() -> None:
     holdings = complete(initial(names(2), 3, 1))
     found = reassign(holdings, ["s1"], ["s0"], 2)
     assert found is not None
     assert all((h.primary, h.backup, h.learner, h.since) == ("s1", "", "s0", 2) for h in found)
 
 
-def test_old_news_of_a_learner_is_no_news() -> None:
+def test_report_of_an_old_learner_is_ignored() -> None:
     holding = PartAssignment("s0", learner="s1", since=5)
     assert complete_copy(holding, "s1", since=4) is None
     assert complete_copy(holding, "s2", since=5) is None
     assert complete_copy(holding, "s1", since=5) == PartAssignment("s0", "s1", since=5)
 
 
-def test_a_server_that_leads_everything_hands_some_over() -> None:
+def test_server_that_leads_all_parts_hands_some_off() -> None:
     lopsided = tuple(PartAssignment("s0", "s1", since=1) for _ in range(4))
     found = reassign(lopsided, names(2), (), 2)
     assert found is not None
@@ -74,21 +74,21 @@ def test_a_server_that_leads_everything_hands_some_over() -> None:
     assert reassign(rested, names(2), (), 4) == rested
 
 
-def test_whoever_leaves_hands_over_what_it_leads() -> None:
+def test_leaving_server_hands_off_the_parts_it_leads() -> None:
     holdings = complete(initial(names(2), 2, 1))
     found = reassign(holdings, names(2), (), 2, leaving=["s0"])
     assert found is not None
     assert found[0] == replace(holdings[0], handing_off=True)
-    assert found[1].backup == "", "what it only keeps a copy of is not waited for: nobody else could have one"
+    assert found[1].backup == "", "a mere copy is not waited for: no other server could have one"
 
 
-def test_whoever_leaves_keeps_its_copy_until_another_has_one() -> None:
+def test_leaving_server_keeps_its_copy_until_another_has_one() -> None:
     holdings = complete(initial(names(2), 2, 1))
     found = reassign(holdings, names(2), ["s2"], 2, leaving=["s0"])
     assert found is not None
     assert (found[1].primary, found[1].backup, found[1].learner) == ("s1", "s0", "s2")
 
 
-def test_a_backup_that_cannot_be_reached_is_none() -> None:
+def test_unreachable_backup_is_dropped() -> None:
     assert drop_replica(PartAssignment("s0", "s1", handing_off=True), "s1") == PartAssignment("s0")
     assert drop_replica(PartAssignment("s0", "s1", "s2"), "s2") == PartAssignment("s0", "s1")

@@ -15,7 +15,7 @@ PLACES = [RankHost("a", "10.0.0.1"), RankHost("a", "10.0.0.1"), RankHost("b", "f
 
 
 @pytest.mark.parametrize("size", [3, 4, 100])
-def test_every_rank_has_a_port_of_its_own_within_the_range(size):
+def test_every_rank_has_its_own_port_in_the_range(size):
     span = range(29400, 29400 + size)
     for restarts in range(20):
         envs = launcher_env.launcher_environments("tf", "run", "salt", PLACES, restarts, 9, span=span)
@@ -30,7 +30,7 @@ def test_every_rank_has_a_port_of_its_own_within_the_range(size):
         assert int(torchrun["MASTER_PORT"]) in span
 
 
-def test_ports_that_gloo_would_not_keep_to_are_refused():
+def test_port_range_is_rejected_with_gloo():
     with pytest.raises(BadSettings, match="gloo"):
         parse_settings({"ports": "29400-29499", "exchange": "gloo"})
     assert parse_settings({"ports": "29400-29499", "exchange": "ring"}).ports

@@ -261,7 +261,7 @@ def _check_format(directory: Path) -> None:
 def _write_format(path: Path) -> None:
     part = path.with_name(f"{FORMAT_FILE}.part")
     try:
-        with open(part, "wb") as file:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(DirectoryFormat(PROTOCOL, shoal.__version__)))
             file.flush()
             os.fsync(file.fileno())

@@ -42,14 +42,15 @@ class AllEngines:
         """Return pools of two machines each, with short waits; records are written to this disk."""
         told = {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", **exports}
         setup = "export " + " ".join(f"{name}='{value}'" for name, value in told.items())
+        config = f'config = "{self.hosts.config}"\n'
         both = f'limit = 2\nwait_s = 2\npython = "{sys.executable}"\nsetup = ["""{setup}"""]\n'
         return (
             f'[pool.slurm]\nengine = "slurm"\nlook_s = 0.2\nrequeue = false\ndirectory = "{path}/slurm"\n{both}'
             f'[pool.rays]\nengine = "ray"\naddress = "{self.ray.address}"\nresources = {{seat = 1}}\ngrace_s = 5\n'
             f'directory = "{path}/rays"\n{both}'
             # No machine has this address.
-            f'[pool.dead]\nengine = "ssh"\nhosts = ["{SUBNET}.200"]\nconfig = "{self.hosts.config}"\nconnect_s = 2\n'
-            f'[pool.lab]\nengine = "ssh"\nhosts = ["h1", "h2"]\nconfig = "{self.hosts.config}"\nconnect_s = 3\n{both}'
+            f'[pool.dead]\nengine = "ssh"\nhosts = ["{SUBNET}.200"]\n{config}connect_timeout_s = 2\n'
+            f'[pool.lab]\nengine = "ssh"\nhosts = ["h1", "h2"]\n{config}connect_timeout_s = 3\n{both}'
         )
 
     def left_in(self, path: Path) -> list[str]:

@@ -83,7 +83,7 @@ def test_runs_of_several_users_queue_and_only_their_owner_may_change_them(standi
     for verb in (("stop", first["run"]), ("scale", first["run"], "1:1")):
         problem = standing.shoal(*verb, *bob, where=path, code=4)
         assert problem["code"] == "S213"
-        assert "run of ada, not of bob" in problem["what"]
+        assert "belongs to ada, not to bob" in problem["what"]
     assert standing.shoal("why", first["run"], *bob, where=path), "every user may look"
     assert standing.shoal("cost", first["run"], *bob, where=path)["pools"]["farm"]["spent"] > 0
 

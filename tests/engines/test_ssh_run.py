@@ -36,7 +36,7 @@ class OnHosts(RunUnderTest):
         setup = " ".join(f"{name}={value}" for name, value in exports.items())
         hosts = [f"h{number}" for number in (1, 2)]
         (project / "shoal.toml").write_text(
-            f'[pool.lab]\nengine = "ssh"\nhosts = {hosts}\nconfig = "{network.config}"\nconnect_s = 2\n'
+            f'[pool.lab]\nengine = "ssh"\nhosts = {hosts}\nconfig = "{network.config}"\nconnect_timeout_s = 2\n'
             f'lost_after_s = 5\npython = "{sys.executable}"\nsetup = ["export {setup}"]\n'
         )
         os.chdir(project)

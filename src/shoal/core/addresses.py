@@ -43,7 +43,10 @@ def candidates(
     # An address of `first` that no interface has belongs to something that forwards to this machine.
     owned = [a for _, a in usable]
     ranked += [((1, False, False), -1, a) for a in first if is_shareable(a) and a not in owned]
-    return tuple(dict.fromkeys(address for _, _, address in sorted(ranked)))[:most]
+    ordered = tuple(dict.fromkeys(address for _, _, address in sorted(ranked)))
+    # Faster interfaces may fill the list, but never push out the addresses that are known to work.
+    kept = sum(address in first for address in ordered[most:])
+    return ordered[:most] if not kept else (*ordered[: most - kept], *(a for a in ordered[most:] if a in first))
 
 
 def is_shareable(address: str) -> bool:

@@ -75,3 +75,10 @@ def test_addresses_are_written_as_in_urls():
     assert host_port("fd00::1", 80) == "[fd00::1]:80"
     assert host_port("lab", 80) == "lab:80"
     assert split_list(" a, b,,a ") == ("a", "b")
+
+
+def test_known_address_is_kept_when_faster_interfaces_fill_the_list():
+    fast = tuple(Interface(f"ib{i}", (f"10.9.0.{i + 1}",), 100_000) for i in range(8))
+    chosen = candidates((*fast, Interface("eth0", ("10.0.0.2",), 1000)), first=("10.0.0.2",))
+    assert len(chosen) == 6
+    assert chosen[-1] == "10.0.0.2"

@@ -125,6 +125,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
         str, Meta(description="environment for pool machines, such as requirements.txt, empty for none")
     ] = ""
     ship_limit_mb: Annotated[float, Meta(gt=0, description="largest project to send, in MB")] = 256.0
+    retain_days: Annotated[
+        float, Meta(ge=0, description="age in days at which shoal run removes ended runs, 0 for never")
+    ] = 0.0
     orphan_timeout_s: Annotated[float, Meta(gt=0, description="how long pool machines look for a lost coordinator")] = (
         1800.0
     )

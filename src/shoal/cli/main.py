@@ -22,6 +22,8 @@ VERBS = {
     "logs": "Print the output of a run's members.",
     "why": "Show what happened to a run or a member, and why.",
     "stop": "Stop a run after a checkpoint.",
+    "rm": "Remove ended runs with all their files.",
+    "prune": "Remove all ended runs of a certain age.",
     "scale": "Change the number of members or the budget of a run.",
     "join": "Offer this machine to a coordinator's runs.",
     "coordinator": "Start a standing coordinator.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 from shoal.launch.coordinator_target import CoordinatorTarget, home
 
 F = TypeVar("F", bound=Callable[..., Any])
+DURATION_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,16 @@ def with_target_options(function: F) -> F:
         return function(*args, target=CoordinatorTarget(home(), url, token_file), **rest)
 
     return wrapped  # type: ignore[return-value]
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Return a time span such as 45s, 10m, 12h or 7d in seconds; `option` is where it was given."""
+    number, unit = text[:-1], text[-1:]
+    if unit not in DURATION_UNITS or not re.fullmatch(r"\d+(\.\d+)?", number):
+        raise UsageError(
+            f"{option} {text} is not a time span", do="write a number with s, m, h or d, such as 10m or 7d"
+        )
+    return float(number) * DURATION_UNITS[unit]
 
 
 def interactive() -> bool:

@@ -106,9 +106,10 @@ class UnknownCode(UsageError):
 
 
 class RunStillActive(UsageError):
-    """The run is still active, so it cannot be resumed.
+    """The run or its coordinator is still active, so the run cannot be resumed or removed.
 
-    ``shoal status RUN`` shows what it does. To continue it with other options, stop it with ``shoal stop RUN`` first.
+    ``shoal status RUN`` shows what it does. To continue it with other options, or to remove it, stop it with
+    ``shoal stop RUN`` first.
     """
 
     code = "S116"

@@ -157,7 +157,7 @@ def _at_url(target: CoordinatorTarget) -> CoordinatorRef:
 def _in_directory(directory: Path) -> CoordinatorRef | None:
     """Return the coordinator of a directory; wait for one that its supervisor is about to restart."""
     deadline = time.monotonic() + RESTART_WITHIN_S
-    while (coordinator := _live_in(directory)) is None and _is_supervised(directory) and time.monotonic() < deadline:
+    while (coordinator := _live_in(directory)) is None and is_supervised(directory) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if coordinator is not None:
         return coordinator
@@ -184,7 +184,7 @@ def _live_in(directory: Path) -> CoordinatorRef | None:
     return None
 
 
-def _is_supervised(directory: Path) -> bool:
+def is_supervised(directory: Path) -> bool:
     """Return whether another process is alive that would restart this coordinator."""
     pid = read_text(directory / SUPERVISOR_FILE)
     return pid.isdigit() and int(pid) != os.getpid() and process_exists(int(pid))

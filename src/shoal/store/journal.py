@@ -51,6 +51,7 @@ from shoal.errors import DirectoryVersionMismatch, JournalDamaged, JournalLocked
 from shoal.wire.protocol import PROTOCOL
 
 FILE = "journal.jsonl"
+LOCK_FILE = "lock"
 FORMAT_FILE = "format"
 SYNC_EVERY_S = 1.0
 
@@ -223,7 +224,7 @@ def _fsync(descriptor: int) -> None:
 
 
 def _lock(directory: Path) -> int:
-    path = directory / "lock"
+    path = directory / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from shoal.cli.options import OutputOptions, with_output_options, with_target_options
+from shoal.cli.options import OutputOptions, show_error, with_output_options, with_target_options
+from shoal.cli.output import table
 from shoal.core.fleet.launcher_env import evaluator_unsupported
-from shoal.errors import BadEmulation, BadSync
+from shoal.errors import BadEmulation, BadSync, ShoalError
 from shoal.launch import launch_plan, run_request, settings_layers
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.launch_plan import LaunchPlan
@@ -89,6 +90,8 @@ def command(output: OutputOptions, target: CoordinatorTarget, detach: bool, **op
     """
     plan = plan_from_options(output, target, **options)
     if plan is not None:
+        if not target.url:
+            _apply_retention(output, target, options["assignments"])
         start(output, target, plan, detach=detach)
 
 
@@ -172,6 +175,22 @@ def start(output: OutputOptions, target: CoordinatorTarget, plan: LaunchPlan, *,
     context.exit(foreground.supervise(output, plan))
 
 
+def _apply_retention(output: OutputOptions, target: CoordinatorTarget, assignments: tuple[str, ...]) -> None:
+    """Remove ended runs older than the setting `retain_days`; a failure is only shown."""
+    days = float(settings_layers.resolve(Path.cwd(), os.environ, assignments).text("retain_days"))
+    if not days:
+        return
+    from shoal.launch import cleanup
+
+    try:
+        for old in cleanup.find_old(target.home, days * cleanup.DAY_S):
+            cleanup.remove(Path(old.directory))
+            size = table.size(old.size_bytes)
+            output.note(f"removed {', '.join(old.runs) or old.directory}: older than {days:g} days, {size}")
+    except ShoalError as error:
+        show_error(error, output.json)
+
+
 def describe(plan: LaunchPlan, settings: ResolvedSettings, target: CoordinatorTarget) -> str:
     """Return what a plan would start, as text."""
     spec = plan.spec
@@ -209,8 +228,8 @@ def _describe_pools(plan: LaunchPlan) -> list[str]:
     if plan.pools is None:
         return lines
     coordinator = Path(plan.directory).name
-    for name, table in plan.pools.pools.items():
-        pool, engine = pool_config.parse(name, table)
+    for name, pool_table in plan.pools.pools.items():
+        pool, engine = pool_config.parse(name, pool_table)
         price = f", {pool.price_per_h:g}/h" if pool.price_per_h else ""
         lines += [f"pool         {name}: {pool.engine}, up to {pool.limit} machines of {pool.slots} members{price}"]
         environment = PLACEHOLDER if engine.options.environment else None

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.unit.directories import ended_coordinator
 
 from shoal.cli.main import run as shoal_cli
+from shoal.cli.options import OutputOptions
+from shoal.cli.verbs import run
+from shoal.launch.coordinator_target import CoordinatorTarget
 
 POOLS = """
 [pool.spot]
@@ -73,3 +77,12 @@ def test_environment_variables_reach_the_run_on_every_engine(capsys: pytest.Capt
 @pytest.mark.parametrize("option", [("--emulate", "1,0.5"), ("--sync", "async"), ("--evaluator",)])
 def test_options_of_shoal_loops_are_rejected_for_unmodified_scripts(option: tuple[str, ...]) -> None:
     assert shoal_cli(["run", "--dry-run", "--compat", "torchrun", *option, "train.py"]) != 0
+
+
+def test_run_removes_older_runs_only_if_retain_days_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = ended_coordinator(tmp_path, "a")
+    run._apply_retention(OutputOptions(), CoordinatorTarget(tmp_path), ())
+    assert directory.exists()
+    run._apply_retention(OutputOptions(), CoordinatorTarget(tmp_path), ("retain_days=1",))
+    assert not directory.exists()

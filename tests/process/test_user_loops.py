@@ -445,5 +445,5 @@ def test_invalid_weight_is_refused(weight: float) -> None:
         for x, y in run.batches(dataset(), size=24):
             run.backward(mse(model(x), y), weight=weight)
 
-    with pytest.raises(UnusableBackward, match="was given weight="):
+    with pytest.raises(UnusableBackward, match="invalid weight="):
         members(1, loop)

@@ -18,7 +18,7 @@ from shoal.torch.state import capture as state
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float16]
 
 
-class Own:
+class ScriptState:
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
@@ -70,40 +70,40 @@ trees = st.recursive(
 )
 
 
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def same(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
         return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other) or repr(one) == repr(other)
+    if isinstance(value, torch.Tensor):
+        return value.dtype == other.dtype and value.shape == other.shape and torch.equal(value, other)
+    if isinstance(value, np.ndarray):
+        return value.dtype == other.dtype and np.array_equal(value, other)
+    if isinstance(value, dict):
+        return list(value) == list(other) and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) == len(other) and all(same(a, b) for a, b in zip(value, other, strict=True))
+    return bool(value == other) or repr(value) == repr(other)
 
 
 @given(trees)
-def test_a_tree_comes_back_as_it_was(tree):
-    header, buffers = state.capture({"own": Own(tree)})
-    receiver = Own()
+def test_tree_is_restored_unchanged(tree):
+    header, buffers = state.capture({"own": ScriptState(tree)})
+    receiver = ScriptState()
     state.restore({"own": receiver}, header, [buffer.copy() for buffer in state.as_bytes(buffers)])
     assert same(receiver.value, tree)
-    assert state.checksum({"own": receiver}) == state.checksum({"own": Own(tree)})
+    assert state.checksum({"own": receiver}) == state.checksum({"own": ScriptState(tree)})
 
 
 @given(trees, st.data())
-def test_a_changed_header_loads_something_valid_or_is_refused_with_a_code(tree, data):
-    header, buffers = state.capture({"own": Own(tree)})
+def test_changed_header_is_valid_or_refused_with_a_code(tree, data):
+    header, buffers = state.capture({"own": ScriptState(tree)})
     changed = bytearray(header)
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(StateMalformed, ModelMismatch):
-        state.restore({"own": Own()}, bytes(changed), [buffer.copy() for buffer in state.as_bytes(buffers)])
+        state.restore({"own": ScriptState()}, bytes(changed), [buffer.copy() for buffer in state.as_bytes(buffers)])
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused(data):
+def test_random_bytes_are_refused(data):
     with pytest.raises(StateMalformed):
         state.read(data, [])

@@ -167,11 +167,13 @@ class UnsupportedWithLocalSgd(TrainingError):
 
 
 class UnusableModel(TrainingError):
-    """A Keras model cannot be trained by a run as it is compiled.
+    """A model cannot be trained by a run as it is.
 
-    Shoal takes the gradients that ``train_step`` passes to ``self.optimizer`` and sums them over all members. So the
-    model needs one optimizer that is applied once per step, the TensorFlow or PyTorch backend, and no ``tf.distribute``
-    strategy. The error names the argument of ``compile`` or ``fit`` to change.
+    In PyTorch, a model on the meta device has shapes but no values: call ``model.to_empty(device="cpu")`` and load
+    weights first, then create the optimizer. In Keras, Shoal takes the gradients that ``train_step`` passes to
+    ``self.optimizer`` and sums them over all members. So the model needs one optimizer that is applied once per step,
+    the TensorFlow or PyTorch backend, and no ``tf.distribute`` strategy. The error names the argument of ``compile`` or
+    ``fit`` to change.
     """
 
     code = "S318"

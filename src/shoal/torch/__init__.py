@@ -10,6 +10,8 @@ Example::
         optimizer.step()
         optimizer.zero_grad()
     run.save("model.pt")
+
+May import: core, errors, worker, and all of shoal.torch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = ["Run", "join"]
 
 
 def join() -> Run:
-    """Take part in the run that this process was started for; alone, if it was started by hand."""
+    """Return the run that this process was started for; a standalone one if it was started by hand."""
     run = Run(*worker_join.join())
     atexit.register(run.close)
     return run

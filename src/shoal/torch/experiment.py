@@ -1,4 +1,4 @@
-"""Trains an experiment with PyTorch."""
+"""Training of a PyTorch experiment (`shoal.run`): the loop that the user does not have to write."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoal.worker.experiment import Experiment
 
 
 def train(experiment: Experiment, *, evaluates: bool) -> None:
-    """The loop of a member; `evaluates` says that members evaluate for themselves at the end of every epoch."""
+    """Run the training loop; `evaluates` makes members evaluate the model at the end of every epoch."""
     model, optimizer, scheduler = experiment.model, experiment.optimizer, experiment.scheduler
     run = join()
     run.attach(*(part for part in (model, optimizer, scheduler) if part is not None))
     if experiment.evaluation is not None:
-        wish: dict[str, Any] = {"best": experiment.best, "patience": experiment.patience, "export": experiment.export}
-        run.evaluate(partial(experiment.evaluation, model), **wish)
+        options: dict[str, Any] = {"best": experiment.best, "patience": experiment.patience}
+        run.evaluate(partial(experiment.evaluation, model), export=experiment.export, **options)
     batches = run.batches(experiment.data, experiment.size, experiment.epochs, experiment.seed, **experiment.batching)
     for batch in batches:
         loss, weight = _loss(experiment, batch)
@@ -38,24 +38,24 @@ def train(experiment: Experiment, *, evaluates: bool) -> None:
 
 
 def evaluate(experiment: Experiment) -> dict[str, float]:
-    """The figures of the model as it is now."""
+    """Return the scores of the model, which is in evaluation mode meanwhile."""
     model = experiment.model
     training = model.training
     model.eval()
     with torch.no_grad():
-        found = experiment.evaluation(model)
+        scores = experiment.evaluation(model)
     model.train(training)
-    return check_scores(found, None)
+    return check_scores(scores, None)
 
 
 def _loss(experiment: Experiment, batch: Any) -> tuple[Any, float | None]:
     if experiment.training_step is not None:
-        found = experiment.training_step(experiment.model, batch)
-        return found if isinstance(found, tuple) else (found, None)
+        result = experiment.training_step(experiment.model, batch)
+        return result if isinstance(result, tuple) else (result, None)
     assert experiment.loss is not None
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise BadExperiment(
-            f"a batch of the data is a {type(batch).__name__}, not a pair of inputs and targets",
+            f"invalid batch of type {type(batch).__name__} — loss= needs pairs of inputs and targets",
             do="pass training_step=… instead of loss=…",
         )
     return experiment.loss(experiment.model(batch[0]), batch[1]), None

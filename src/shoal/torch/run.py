@@ -1,4 +1,7 @@
-"""The run as a training script sees it."""
+"""`Run`, the API of a PyTorch training script: attach, batches, backward, log, save.
+
+It validates arguments, builds the feed (`feeds`) and the trainer of the sync mode (`modes`), and delegates to them.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,19 @@ import torch
 from shoal.core import sync_mode
 from shoal.core.data.lanes import LaneLayout
 from shoal.core.validation import checked_int
-from shoal.errors import NotAttached, SecondTrainingLoop, UnusableBackward, UnusableShard
+from shoal.errors import NotAttached, SecondTrainingLoop, UnusableBackward, UnusableModel, UnusableShard
 from shoal.torch.data.fetch import lane_reader
 from shoal.torch.feeds import Feeds
-from shoal.torch.gradients.guards import guard_optimizer, guard_scaler, guard_scheduler, refuse_strangers
+from shoal.torch.gradients.guards import (
+    check_attached,
+    check_schedulers,
+    guard_optimizer,
+    guard_scaler,
+    guard_scheduler,
+)
 from shoal.torch.gradients.oom_retry import guard_model
 from shoal.torch.gradients.sync_batchnorm import synchronise
-from shoal.torch.gradients.tree_buckets import make_alike
+from shoal.torch.gradients.tree_buckets import fix_numerics
 from shoal.torch.modes.every_step import TorchTrainer
 from shoal.torch.modes.local_sgd import TorchLocalTrainer
 from shoal.torch.modes.served import TorchServedTrainer
@@ -40,7 +49,7 @@ from shoal.worker.training.training_state import StateCodec
 
 
 class Run(BaseRun):
-    """This process's part in a run; alone, if it was not started by `shoal run`."""
+    """This process's membership in a run; standalone if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | ServedSession | StandaloneSession, name: str, directory: str) -> None:
         super().__init__(
@@ -63,17 +72,17 @@ class Run(BaseRun):
         self._evaluation: evaluation_evaluate.EvaluationRequest | None = None
         self._feeds = Feeds(self._trainer, self._training_state, session.settings)
 
-    # --- where the run is
+    # --- position
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch that was given out last."""
+        """Epoch of the last batch that was given out."""
         current = self._trainer.current
         return current.epoch if current is not None else 0
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether the step that was just committed was the last of its epoch."""
+        """Whether the last committed step was the last of its epoch."""
         current, feed = self._trainer.current, self._trainer.feed
         if current is None or feed is None or not current.committed:
             return False
@@ -83,29 +92,34 @@ class Run(BaseRun):
 
     @property
     def share(self) -> int:
-        """How many samples of the global batch this member has in this step."""
+        """Number of samples of the global batch that this member has in this step."""
         current = self._trainer.current
         return current.samples if current is not None else 0
 
     @property
     def committed(self) -> bool:
-        """Whether the last optimizer step counted; it is done again if not."""
+        """Whether the last optimizer step counted; if not, the step is repeated."""
         return self._trainer.committed
 
-    # --- what the script does
+    # --- training
 
     def attach(self, *parts: Any) -> Any:
-        """Take part in the training of a model: pass it with its optimizers, schedulers and scaler; get them back."""
+        """Train these objects with the other members: a model, its optimizers, schedulers and scaler; return them.
+
+        Their state is shared with joiners and checkpoints. Raises NotAttached for objects without a state, and
+        UnusableModel for a model without memory (meta device).
+        """
         trainer = self._trainer
         for part in parts:
             if isinstance(part, torch.nn.Module):
                 if trainer.model is not None and trainer.model is not part:
                     raise NotAttached("two models were attached", do="put both into one torch.nn.Module")
+                _refuse_meta(part)
                 if trainer.model is None:
                     guard_model(trainer, part)
                 trainer.model = part
                 self._training_state.parts["model"] = part
-            elif any(part is known for known in self._training_state.parts.values()):
+            elif any(part is attached for attached in self._training_state.parts.values()):
                 continue
             elif isinstance(part, torch.optim.Optimizer):
                 guard_optimizer(trainer, part)
@@ -120,12 +134,12 @@ class Run(BaseRun):
         return parts[0] if len(parts) == 1 else parts
 
     def _attach_other(self, part: Any) -> None:
-        """A scheduler, or something else that has a state."""
+        """Attach a scheduler, or another object with a state."""
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise NotAttached(
                 f"a {type(part).__name__} cannot be attached",
                 why="it has no state_dict and load_state_dict",
-                do="pass the model, optimizers and schedulers one by one; run.state is for anything else",
+                do="pass the model, optimizers and schedulers one by one; use run.state for anything else",
             )
         kind = "scheduler" if hasattr(part, "step") else "state"
         if kind == "scheduler":
@@ -135,10 +149,12 @@ class Run(BaseRun):
         self._training_state.parts[f"{kind}{count + 1}"] = part
 
     def sync_batchnorm(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make BatchNorm layers normalise over the whole global batch instead of each member's share."""
-        self._feeds.refuse_locally(True, "run.sync_batchnorm", "leave BatchNorm as it is: its statistics are averaged")
+        """Return the model with BatchNorm layers that normalise over the global batch, not over each share."""
+        self._feeds.refuse_locally(
+            True, "run.sync_batchnorm", "remove the call: running statistics are averaged after each round"
+        )
         if not isinstance(self._trainer, TorchTrainer):
-            raise self._trainer.unsupported("BatchNorm over the whole global batch", "leave run.sync_batchnorm out")
+            raise self._trainer.unsupported("run.sync_batchnorm", "remove the call")
         self._trainer.synchronised = True
         return synchronise(model, self._trainer)
 
@@ -159,14 +175,14 @@ class Run(BaseRun):
         collate: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
     ) -> Iterator[Any]:
-        """This member's share of every global batch of `size` samples, each sample once an epoch.
+        """Yield this member's share of every global batch of `size` samples, each sample once per epoch.
 
-        `shares` says how each batch is shared out: model (by what is learned of the members' speeds), ratio, equal or
-        for example fixed:3,1; without it, the setting `shares.policy` does. `micro` cuts a share into batches of at
-        most so many samples, which the loop's body sees one by one and which together make one step. `exact` cuts the
-        global batch into so many shards instead, which are dealt out whole and seen one by one: no bit of the result
-        then depends on who computes them; without it, the setting `exact` does, and 0 is off. `workers` processes read
-        ahead.
+        `shares` divides each batch: "model" (by measured speed), "ratio", "equal" or, for example, "fixed:3,1"; the
+        default is the setting `shares.policy`. `micro` splits a share into batches of at most that many samples, which
+        the loop body gets one by one and which together make one step. `exact` splits the global batch into that many
+        shards instead, which members get whole and one by one: the result is then bitwise independent of which member
+        computes what. The default is the setting `exact`; 0 turns it off. `workers` processes read `prefetch` batches
+        ahead each.
         """
         order = {
             "size": checked_int("size", size),
@@ -193,14 +209,14 @@ class Run(BaseRun):
         workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """This member's part of global batches from shards that can only be read from their start.
+        """Yield this member's part of global batches from shards that can only be read from their start.
 
-        `shares` deals out the lanes; whoever gets a lane has to read its shard up to where it stands, so that it is
-        equal unless you ask for more.
+        `shares` divides the lanes. A member that gets a lane must first read its shard up to the current position, so
+        the default, "equal", moves as few lanes as possible.
         """
         if isinstance(shards, str | bytes) or not hasattr(shards, "__len__"):
             raise UnusableShard(
-                f"run.stream was given a {type(shards).__name__}, not a list of shards",
+                f"run.stream was given a {type(shards).__name__} instead of a list of shards",
                 do="pass a list: sorted(glob(…)), or [dataset] if there is only one",
             )
         layout = LaneLayout.of(len(shards), size, lanes, epochs, seed, shuffle)
@@ -217,88 +233,93 @@ class Run(BaseRun):
         patience: int | None = None,
         export: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Let an evaluator (`shoal run --evaluator`) score checkpoints beside the training; call it before the loop.
+        """Let an evaluator (`shoal run --evaluator`) score checkpoints during the training; call it before the loop.
 
-        `fn` evaluates the model and returns a dict of numbers. `best` says which of them decides: ``max:accuracy`` or
-        ``min:loss``. The best model so far is kept in `export`, and after `patience` evaluations that found no better
-        one the run ends early. Trainers only take note of it.
+        `fn` evaluates the model and returns a dict of numbers. `best` names the one that decides: ``max:accuracy`` or
+        ``min:loss``. The best model so far is written to `export`, and the run ends early after `patience` evaluations
+        without a better one. Trainers ignore all of it.
         """
         self._evaluation = evaluation_evaluate.evaluation_request(fn, best, patience, export)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """Compute gradients and sum them over all members; on return they are those of the whole global batch.
+        """Compute gradients and all-reduce them; on return, `.grad` holds those of the whole global batch.
 
-        `loss` is the mean over this batch, which counts for `weight` (default: its number of samples).
+        `loss` is the mean over this batch; the batch counts with `weight`, by default its number of samples.
         """
         counts = None if weight is None else float(weight)
         if counts is not None and not 0.0 <= counts < float("inf"):
             raise UnusableBackward(
-                f"run.backward was given weight={counts:g}", do="pass how many samples or tokens the loss is a mean of"
+                f"invalid weight={counts:g} in run.backward",
+                do="pass the number of samples or tokens that the loss is the mean of",
             )
         self._trainer.backward(loss, counts)
 
     def log(self, **metrics: Any) -> None:
-        """Show these numbers with the run, once the step at hand counts."""
-        tensors = {name: _scalar(name, one) for name, one in metrics.items() if isinstance(one, torch.Tensor)}
-        numbers = check_metrics({name: one for name, one in metrics.items() if name not in tensors})
+        """Report these numbers as metrics of the run, once the current step is committed."""
+        tensors = {name: _scalar(name, value) for name, value in metrics.items() if isinstance(value, torch.Tensor)}
+        numbers = check_metrics({name: value for name, value in metrics.items() if name not in tensors})
         current = self._trainer.current
         (self._trainer.metrics if current is None or current.committed else current.metrics).update(tensors | numbers)
 
     def save(self, path: str | os.PathLike[str], what: Any = None) -> None:
-        """Write the model's state_dict (or `what`) once, atomically, whichever member gets to do it.
+        """Write the model's state_dict (or `what`) to `path` atomically; exactly one member does it.
 
-        From a machine that does not share your disk it comes back to the run's coordinator: `shoal fetch`.
+        If that member does not share your disk, the file is uploaded to the coordinator; get it with `shoal fetch`.
         """
         path, model = os.fspath(path), self._trainer.model
         if what is None and model is None:
-            raise NotAttached("there is no model to save", do="call run.attach(model, optimizer) first")
+            raise NotAttached("run.save has no model to save", do="call run.attach(model, optimizer) first")
 
         def write() -> None:
-            part = f"{path}.{os.getpid()}.part"
-            torch.save(model.state_dict() if what is None and model is not None else what, part)
-            os.replace(part, path)
+            partial = f"{path}.{os.getpid()}.part"
+            torch.save(model.state_dict() if what is None and model is not None else what, partial)
+            os.replace(partial, path)
 
         self._save_once(path, write, self._trainer.looping)
 
     def _loop(self, feed: Feed, described: dict[str, Any], seed: int) -> Iterator[Any]:
         trainer = self._trainer
         if trainer.feed is not None:
-            raise SecondTrainingLoop("this run already has a training loop", do="make one loop over all epochs")
-        if trainer.model is None or not trainer.optimizers:
-            raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
-        refuse_strangers(trainer.model, trainer.optimizers)
+            raise SecondTrainingLoop("this run already has a training loop", do="write one loop over all epochs")
+        check_attached(trainer.model, trainer.optimizers)
+        assert trainer.model is not None
+        check_schedulers(trainer.optimizers, self._training_state.parts.values())
         trainer.feed = feed
         if isinstance(self._session, EvaluatorSession):
             return self._follow(self._session, trainer.model)
         if feed.shard_range is not None:
-            described |= make_alike(trainer.model, trainer.synchronised, self._session.settings.threads)
-        return trainer.train(feed, self._identity(described), seed)
+            described |= fix_numerics(trainer.model, trainer.synchronised, self._session.settings.threads)
+        return trainer.train(feed, fingerprint(trainer.model, trainer.optimizers[0], described), seed)
 
     def _follow(self, session: EvaluatorSession, model: torch.nn.Module) -> Iterator[Any]:
-        """The loop of an evaluator: it has no batches, and ends with the process."""
+        """Evaluate checkpoints until the run ends, then end the process: an evaluator has no batches."""
 
         def score() -> Any:
             model.eval()
             with torch.no_grad():
-                return asked.score() if asked is not None else None
+                return evaluation.score() if evaluation is not None else None
 
-        asked = self._evaluation
-        mine = dataclasses.replace(asked, score=score) if asked is not None else None
+        evaluation = self._evaluation
+        request = dataclasses.replace(evaluation, score=score) if evaluation is not None else None
         raise evaluation_evaluate.evaluate_checkpoints(
-            session, self._training_state, mine, lambda path: torch.save(model.state_dict(), path)
+            session, self._training_state, request, lambda path: torch.save(model.state_dict(), path)
         )
         yield
 
-    def _identity(self, described: dict[str, Any]) -> str:
-        trainer = self._trainer
-        assert trainer.model is not None
-        parameters, buffers, optimizer, _ = fingerprint(trainer.model, trainer.optimizers[0], {}).split("-")
-        parts = {"parameters": parameters, "buffers": buffers, "optimizer": optimizer} | described
-        return ";".join(f"{key}={value}" for key, value in parts.items())
+
+def _refuse_meta(model: torch.nn.Module) -> None:
+    """Raise UnusableModel if parameters or buffers have shapes but no memory."""
+    names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if names:
+        raise UnusableModel(
+            "the model is on the meta device",
+            why=f"{len(names)} of its tensors have no memory; the first is {names[0]}",
+            do='materialise it: model.to_empty(device="cpu") and load weights, before run.attach and the optimizer',
+        )
 
 
 def _scalar(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose number is read when it is told, so that nobody waits for a device here."""
+    """Return the tensor of a metric, which is read when the metric is reported, so that nothing blocks on a device."""
     if tensor.numel() != 1 or tensor.is_complex() or tensor.is_meta:
         kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor"
         raise bad_metric(name, kind, f"it is on {tensor.device} and has shape {tuple(tensor.shape)}")

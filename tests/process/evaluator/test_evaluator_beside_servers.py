@@ -59,6 +59,6 @@ def test_different_model_harms_the_evaluator_only(tmp_path: Path) -> None:
     with evaluated_run(tmp_path, "1", *SERVED, "restarts.user=0", epochs=3, bad="model") as run:
         run.finish()
         assert "error[S320] the evaluator's model differs from the run's" in run.output
-        assert "only here: body.weight float32[1, 9]; only there: float32[1, 8]" in run.output
+        assert "only in this model: body.weight float32[1, 9]; only in the checkpoint: float32[1, 8]" in run.output
         assert "training continues without its evaluator" in run.output
         assert len(run.events_of("done")) == 1

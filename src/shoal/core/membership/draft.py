@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import zip_longest
 
 from shoal import exit_codes
 from shoal.core.draft import Draft
@@ -212,7 +213,7 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
                 member.incarnation,
                 "S206",
                 f"the model of {name} differs from the model of this run",
-                why=difference(self.state.fingerprint, member.fingerprint),
+                why=difference(self.state.fingerprint, member.fingerprint, name),
                 do="start every member from the same script, with the same model, optimizer, data and batch size",
             )
         )
@@ -414,13 +415,22 @@ def assign_sources(receivers: list[int], sources: list[int]) -> dict[int, int]:
     return {rank: sources[i % len(sources)] for i, rank in enumerate(receivers)} if sources else {}
 
 
-def difference(expected: str, actual: str) -> str:
-    """Return in which keys two fingerprints differ; a fingerprint is a hash or `key=value;…`."""
+def difference(expected: str, actual: str, name: str) -> str:
+    """Return how the fingerprint of member `name` differs from the run's; a fingerprint is a hash or `key=value;…`.
+
+    A value may be a list, "first, second": then only its first item that differs is named.
+    """
     ours = dict(part.split("=", 1) for part in expected.split(";") if "=" in part)
     theirs = dict(part.split("=", 1) for part in actual.split(";") if "=" in part)
     keys = [k for k in (ours | theirs) if ours.get(k) != theirs.get(k)]
-    shown = [f"{k}: {ours.get(k, 'nothing')} in the run, {theirs.get(k, 'nothing')} here" for k in keys[:3]]
+    shown = [f"{k}: {_value_difference(ours.get(k, ''), theirs.get(k, ''), name)}" for k in keys[:3]]
     return "; ".join(shown) or "the fingerprints differ"
+
+
+def _value_difference(expected: str, actual: str, name: str) -> str:
+    items = zip_longest(expected.split(", "), actual.split(", "), fillvalue="")
+    in_run, on_member = next(pair for pair in items if pair[0] != pair[1])
+    return f"{in_run or 'nothing'} in the run, {on_member or 'nothing'} on {name}"
 
 
 def _seats(members: Iterable[MemberState]) -> tuple[Seat, ...]:

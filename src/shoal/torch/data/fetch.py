@@ -1,4 +1,4 @@
-"""Reads torch's map-style datasets and streams: collation, random numbers and worker processes are torch's."""
+"""Readers of PyTorch data: map-style datasets and streams, with torch's collation, generators and worker processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.worker.data.stream_reader import LaneReader, LaneSource
 
 
 class TorchRngState(RngState):
-    """Also that of torch's CPU; that of a device is the model's business."""
+    """State of the generators of Python, NumPy and torch's CPU; data is not read on other devices."""
 
     def seed(self, seed: int) -> None:
         super().seed(seed)
@@ -36,18 +36,18 @@ class TorchRngState(RngState):
         super().restore(state)
         torch.default_generator.set_state(state[2])
 
-    def same(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-        return super().same(one, other) and torch.equal(one[2], other[2])
+    def same(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+        return super().same(before, after) and torch.equal(before[2], after[2])
 
 
 class TorchFetcher(Fetcher):
-    """A fetcher that takes rows of a TensorDataset all at once."""
+    """Fetcher that indexes all rows of a TensorDataset at once."""
 
     def __init__(self, dataset: Any, order: SampleOrder, collate: Collate | None = None) -> None:
         source, indices = _unwrap(dataset)
         super().__init__(source, order, collate or default_collate, TorchRngState(), indices)
-        plain = type(source) is TensorDataset and collate is None
-        self._tensors: tuple[torch.Tensor, ...] | None = source.tensors if plain else None
+        indexable = type(source) is TensorDataset and collate is None
+        self._tensors: tuple[torch.Tensor, ...] | None = source.tensors if indexable else None
 
     @property
     def quiet(self) -> bool:
@@ -61,7 +61,7 @@ class TorchFetcher(Fetcher):
 
 
 class LoaderParts(NamedTuple):
-    """What a loader is made of."""
+    """Arguments of a `ShareLoader`."""
 
     order: SampleOrder
     fetcher: Fetcher
@@ -69,7 +69,7 @@ class LoaderParts(NamedTuple):
     micro: int | None
 
 
-def reading(
+def loader_parts(
     dataset: Any,
     order: SampleOrder,
     workers: int = 0,
@@ -78,7 +78,7 @@ def reading(
     micro: int | None = None,
     pin_memory: bool = False,
 ) -> LoaderParts:
-    """How to read a map-style dataset in `workers` processes or, with none, in this one."""
+    """Return the parts of a loader that reads a map-style dataset in `workers` processes or, if 0, in this one."""
     workers, prefetch = checked_int("workers", workers, 0), checked_int("prefetch", prefetch)
     micro = None if micro is None else checked_int("micro", micro)
     fetcher = TorchFetcher(dataset, order, collate)
@@ -86,9 +86,9 @@ def reading(
     return LoaderParts(order, fetcher, WorkerPool(fetcher, workers, prefetch, pin) if workers else None, micro)
 
 
-def share_loader(dataset: Any, order: SampleOrder, *how: Any, **more: Any) -> ShareLoader:
-    """A loader of any slices of global batches; see `reading` for how it may read."""
-    return ShareLoader(*reading(dataset, order, *how, **more))
+def share_loader(dataset: Any, order: SampleOrder, *args: Any, **kwargs: Any) -> ShareLoader:
+    """Return a loader of slices of global batches; the other arguments are those of `loader_parts`."""
+    return ShareLoader(*loader_parts(dataset, order, *args, **kwargs))
 
 
 def lane_reader(
@@ -100,9 +100,11 @@ def lane_reader(
     prefetch: int = 2,
     pin_memory: bool = False,
 ) -> LaneReader:
-    """A reader of a stream; with `workers=1` it is read ahead in a process of its own."""
+    """Return a reader of a stream; with `workers=1` a separate process reads ahead."""
     if workers not in (0, 1):
-        raise BadSize(f"workers={workers}", why="a stream is read by one process", do="pass workers=0 or workers=1")
+        raise BadSize(
+            f"invalid workers={workers}", why="a stream is read by one process", do="pass workers=0 or workers=1"
+        )
     kept_steps = prefetch * workers + 1
     source = LaneSource(Shards(shards, open), layout, collate or default_collate, TorchRngState(), kept_steps)
     pin = pin_memory and torch.cuda.is_available()
@@ -110,7 +112,7 @@ def lane_reader(
 
 
 def _unwrap(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
-    """See through torch's own Subset, whose __getitems__ would hide the samples from seeding."""
+    """Return the dataset inside torch's Subset and its indices; `Subset.__getitems__` would bypass seeding."""
     indices: NDArray[np.int64] | None = None
     while type(dataset) is Subset:
         inner = np.asarray(dataset.indices, dtype=np.int64)

@@ -1,4 +1,19 @@
-"""Worker processes that read batches ahead, and that live as long as their member: no world change restarts them."""
+"""Pool of worker processes that read batches ahead and live as long as their member.
+
+Starting workers takes seconds, so a change of world must not restart them, although it changes which samples this
+member needs. A torch DataLoader with persistent workers is used in an unusual way: its sampler never ends and decides
+what to request at the moment a request is sent. The states of a request:
+
+- *in flight*: sent to a worker, by serial number; always `depth` of them, as the DataLoader demands. One without a key
+  asks for nothing and is answered at once.
+- *void*: its batch is no longer needed, because shares or the world changed. It is marked in shared memory, and the
+  worker stops reading at the next sample.
+- *ready*: received and kept until `get` is called for its step.
+
+Failures: a worker that dies raises LoaderDied in the member's main thread, but only while it waits for data. Workers
+die with their member (PR_SET_PDEATHSIG), and ignore SIGTERM and SIGINT, because a member with notice still needs its
+data to finish the step.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +40,27 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 PR_SET_PDEATHSIG = 1
 CLOSE_S = 2.0
-FEWER = "ask for fewer workers, or workers=0 to see the cause"
+FEWER_WORKERS = "pass fewer workers, or workers=0 to see the cause"
 
 
 class ReadRequest(NamedTuple):
-    """A key on its way to a worker; without one the worker has nothing to do and answers at once."""
+    """Request to a worker; one without a key is answered at once."""
 
     serial: int
     key: ReadKey | None
 
 
 class WorkerError(NamedTuple):
-    """What a worker answers instead of batches."""
+    """Answer of a worker whose source raised SampleFailed."""
 
     error: SampleFailed
     notes: tuple[str, ...]
 
 
 class WorkerPool:
-    """One DataLoader for the life of the member.
+    """Read-ahead in worker processes, over one DataLoader for the life of the member.
 
-    Its sampler asks for the steps ahead as they are foreseen at that moment, always `depth` requests at a time. When
-    the foresight changes, requests in flight that no longer fit are marked void, and the workers skip them.
+    `predict` functions, passed to `get` and `look_ahead`, return the key of a later step as far as it is known now.
     """
 
     def __init__(self, source: BatchReader, workers: int, prefetch: int, pin_memory: bool) -> None:
@@ -57,15 +71,15 @@ class WorkerPool:
         self._reading = RawArray(ctypes.c_int64, [-1] * workers)
         self._pids = RawArray(ctypes.c_int64, workers)
         self._urgent: ReadKey | None = None
-        self._flying: dict[int, ReadKey | None] = {}
+        self._in_flight: dict[int, ReadKey | None] = {}
         self._ready: dict[ReadKey, Any] = {}
         self._serial = 0
-        self._now: ReadKey | None = None
-        self._foresee: PredictRead = _nothing
+        self._current: ReadKey | None = None
+        self._predict: PredictRead = _no_prediction
         self._loader: DataLoader[Any] | None = DataLoader(
             _WorkerDataset(source, self._void, self._reading),  # type: ignore[arg-type]
             batch_size=None,
-            sampler=_RequestSampler(self._next),
+            sampler=_RequestSampler(self._next_request),
             num_workers=workers,
             prefetch_factor=prefetch,
             persistent_workers=True,
@@ -82,28 +96,28 @@ class WorkerPool:
         return tuple(process.pid for process in self._processes)
 
     def start(self) -> None:
-        """Start the workers, from a thread that lives as long as the member: they die with it."""
+        """Start the workers; call it from a thread that lives as long as the member, because they die with it."""
         if self._stream is not None or self._loader is None:
             return
         before = set(multiprocessing.active_children())
         handler = signal.getsignal(signal.SIGCHLD)
         self._stream = iter(self._loader)
         self._processes = [child for child in multiprocessing.active_children() if child not in before]
-        # torch's handler raises wherever the main thread happens to be; ours does so only while we wait for data.
-        _handle_children(handler)
-        # multiprocessing ends its children by SIGTERM, which they ignore: be there before it at exit.
+        # torch's SIGCHLD handler raises wherever the main thread is; ours raises only while it waits for data.
+        _set_sigchld(handler)
+        # At exit multiprocessing ends its children by SIGTERM, which they ignore: close them before that.
         atexit.register(self.close)
 
-    def get(self, key: ReadKey, foresee: PredictRead) -> Any:
-        """What the source gives for `key`; meanwhile the workers go on with the steps that `foresee` names."""
-        self._now, self._foresee = key, cache(foresee)
-        if key not in self._ready and key not in self._flying.values():
+    def get(self, key: ReadKey, predict: PredictRead) -> Any:
+        """Block for what the source reads for `key`; meanwhile the workers read the steps that `predict` returns."""
+        self._current, self._predict = key, cache(predict)
+        if key not in self._ready and key not in self._in_flight.values():
             self._urgent = key
-            self._forget()
+            self._drop_useless()
         self.start()
         while key not in self._ready:
             self._receive()
-        self._foresee = _nothing
+        self._predict = _no_prediction
         answer = self._ready.pop(key)
         self._ready = {other: batches for other, batches in self._ready.items() if other.step > key.step}
         if isinstance(answer, WorkerError):
@@ -112,20 +126,20 @@ class WorkerPool:
             raise answer.error
         return answer
 
-    def look_ahead(self, step: int, foresee: PredictRead) -> None:
-        """Set idle workers to what is foreseen after `step`, in which nothing is asked of them; waits for nothing."""
-        self._now, self._foresee = ReadKey(step, 0, 0, None), cache(foresee)
-        self._forget()
-        if self._following() is not None:
+    def look_ahead(self, step: int, predict: PredictRead) -> None:
+        """Make idle workers read ahead of `step`, in which this member needs no data; never blocks for data."""
+        self._current, self._predict = ReadKey(step, 0, 0, None), cache(predict)
+        self._drop_useless()
+        if self._next_key() is not None:
             self.start()
-            while next(iter(self._flying.values())) is None and self._following() is not None:
+            while next(iter(self._in_flight.values())) is None and self._next_key() is not None:
                 self._receive()
-        self._foresee = _nothing
+        self._predict = _no_prediction
 
     def close(self) -> None:
-        """End the workers: politely for a moment, then surely."""
+        """End the workers; kill those that have not ended after CLOSE_S seconds."""
         if os.getpid() != self._owner:
-            return  # a forked child that cleans up behind itself
+            return  # a forked child at its own exit
         atexit.unregister(self.close)
         self._void[:] = [1] * len(self._void)
         stragglers = threading.Timer(CLOSE_S, _kill, (self._processes,))
@@ -135,75 +149,75 @@ class WorkerPool:
         stragglers.cancel()
         _kill(self._processes)
 
-    def _forget(self) -> None:
-        """Drop what was read or asked for in vain."""
-        for serial, key in self._flying.items():
+    def _drop_useless(self) -> None:
+        """Void requests and drop answers that no step will need."""
+        for serial, key in self._in_flight.items():
             if key is not None and not self._useful(key):
                 self._void[serial % len(self._void)] = 1
-                self._flying[serial] = None
+                self._in_flight[serial] = None
         self._ready = {key: answer for key, answer in self._ready.items() if self._useful(key)}
 
     def _useful(self, key: ReadKey) -> bool:
-        assert self._now is not None
-        ahead = key.step - self._now.step
-        return key == self._now or (0 < ahead <= self._depth and key == self._foresee(key.step))
+        assert self._current is not None
+        ahead = key.step - self._current.step
+        return key == self._current or (0 < ahead <= self._depth and key == self._predict(key.step))
 
-    def _next(self) -> ReadRequest:
-        key, self._urgent = self._urgent or self._following(), None
+    def _next_request(self) -> ReadRequest:
+        key, self._urgent = self._urgent or self._next_key(), None
         request = ReadRequest(self._serial, key)
         self._void[request.serial % len(self._void)] = 0
-        self._flying[request.serial] = key
+        self._in_flight[request.serial] = key
         self._serial += 1
         return request
 
-    def _following(self) -> ReadKey | None:
-        """The next step ahead that nobody reads yet."""
-        if self._now is None:
+    def _next_key(self) -> ReadKey | None:
+        """Return the key of the next step ahead that is neither read nor in flight."""
+        if self._current is None:
             return None
-        taken = {*self._ready, *self._flying.values()}
-        steps = range(self._now.step + 1, self._now.step + self._depth + 1)
-        return next((key for key in map(self._foresee, steps) if key is not None and key not in taken), None)
+        taken = {*self._ready, *self._in_flight.values()}
+        steps = range(self._current.step + 1, self._current.step + self._depth + 1)
+        return next((key for key in map(self._predict, steps) if key is not None and key not in taken), None)
 
     def _receive(self) -> None:
         if self._stream is None:
             raise RuntimeError("the loader is closed")
-        handler = _handle_children(self._check)
+        handler = _set_sigchld(self._check_workers)
         try:
-            self._check()
+            self._check_workers()
             serial, answer = next(self._stream)
         except RuntimeError as error:
-            self._check()
-            raise LoaderDied("the data workers do not answer", why=str(error), do=FEWER) from error
+            self._check_workers()
+            raise LoaderDied("the data workers do not answer", why=str(error), do=FEWER_WORKERS) from error
         finally:
-            _handle_children(handler)
-        key = self._flying.pop(serial)
+            _set_sigchld(handler)
+        key = self._in_flight.pop(serial)
         if key is not None and answer is not None:
             self._ready[key] = answer
 
-    def _check(self, *_: Any) -> None:
-        """Raise if a worker has ended; also what SIGCHLD calls."""
+    def _check_workers(self, *_: Any) -> None:
+        """Raise LoaderDied if a worker has ended; also the handler of SIGCHLD."""
         for process in self._processes:
             if not process.is_alive():
                 reading = self._reading[self._pids[:].index(process.pid)] if process.pid in self._pids[:] else -1
                 what = f"data worker {process.pid} ended" + (
                     f" while it read {self._noun} {reading}" if reading >= 0 else ""
                 )
-                raise LoaderDied(what, why=_ending(process.exitcode), do=FEWER)
+                raise LoaderDied(what, why=_exit_text(process.exitcode), do=FEWER_WORKERS)
 
 
 class _RequestSampler:
-    """A sampler without an end: every request is made at the moment it is sent."""
+    """Endless sampler: each request is made at the moment it is sent."""
 
-    def __init__(self, following: Callable[[], ReadRequest]) -> None:
-        self._following = following
+    def __init__(self, next_request: Callable[[], ReadRequest]) -> None:
+        self._next_request = next_request
 
     def __iter__(self) -> Iterator[ReadRequest]:
         while True:
-            yield self._following()
+            yield self._next_request()
 
 
 class _WorkerDataset:
-    """The dataset that the workers see: indexed by requests, gives (serial, answer)."""
+    """Dataset that the workers see: indexed by requests, returns (serial, answer)."""
 
     def __init__(self, source: BatchReader, void: Any, reading: Any) -> None:
         self._source = source
@@ -232,7 +246,7 @@ class _WorkerDataset:
 
 
 class _WorkerInit:
-    """Makes a worker one that never outlives its member, and that leaves signals to it."""
+    """Initialisation of a worker: it dies with its member and ignores signals that are meant for the member."""
 
     def __init__(self, parent: int, pids: Any) -> None:
         self._parent = parent
@@ -244,12 +258,12 @@ class _WorkerInit:
         if os.getppid() != self._parent:
             os._exit(1)
         signal.set_wakeup_fd(-1)
-        # A notice reaches the whole process tree; the member still needs its data to finish the step.
+        # A notice reaches the whole process tree, but the member still needs data to finish the step.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
 
-def _nothing(_: int) -> None:
+def _no_prediction(_: int) -> None:
     return None
 
 
@@ -257,14 +271,14 @@ def _unchanged(answer: Any) -> Any:
     return answer
 
 
-def _handle_children(handler: Handler) -> Handler:
-    """Set the handler of SIGCHLD, where that can be done; returns the one before."""
+def _set_sigchld(handler: Handler) -> Handler:
+    """Set the handler of SIGCHLD and return the previous one; do nothing outside the main thread."""
     if handler is None or threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGCHLD, handler)
 
 
-def _ending(exit_code: int) -> str:
+def _exit_text(exit_code: int) -> str:
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it exited with code {exit_code}"
 
 

@@ -1,12 +1,39 @@
-"""Gradients travel in buckets while the backward pass is still computing the rest.
+"""Gradient buckets: all-reduce the gradients of a model while the backward pass still computes the rest.
 
-A bucket is one flat tensor. When the last gradient of a bucket has been computed, its sum over all members begins;
-buckets begin in one fixed order, so all members exchange the same thing at the same time. After the exchange the
-parameters' gradients are views of the buckets: no second copy is kept.
+Theory of operation. A bucket is one flat tensor that holds the gradients of several parameters side by side. One
+all-reduce per parameter would cost thousands of messages, and one all-reduce of everything could start only when the
+backward pass is over; buckets of some megabytes are large enough to be fast and small enough to overlap.
+
+*Order.* The backward pass computes gradients roughly in the reverse order of `model.parameters()`, so the parameters
+are laid out in that order. The first bucket is small, so that the exchange starts early. Members may see gradients in
+different orders, but collectives match by position: bucket k of one member is added to bucket k of every other. So a
+complete bucket is sent only once all buckets before it were sent, on every member. The last bucket is never sent from
+inside the backward pass: its tail is known only afterwards.
+
+*One step.*
+
+1. `arm` gives the buckets the exchange of the step.
+2. A hook of autograd calls `_on_gradient` whenever the gradient of a parameter is complete. It is copied into the
+   bucket, and the parameter's `.grad` becomes a view of the bucket: there is never a second copy of the gradients.
+3. `finish` fills the gaps, sends the remaining buckets, waits for all of them, divides by the total weight, and sets
+   `.grad` of every parameter to its view. What the script does next (clipping, `optimizer.step`) works on the views.
+
+*Unused parameters.* A share may not use every parameter: a branch that no sample took, an expert that no token chose.
+Such a parameter has no gradient on this member but may have one on another, so its slot is sent as zeros. Whether
+any member used it decides what the optimizer sees: a zero gradient still moves a parameter with momentum or weight
+decay, while `None` leaves it alone. Therefore the last bucket has a tail with one number per parameter, 1 where it was
+used; after the sum, 0 means that no member used it, and its `.grad` becomes None as it would on a single machine.
+
+*Statistics.* The tail also carries BatchNorm's running statistics (see `running_stats`), which saves a collective.
+
+*Failures.* If the world breaks during the backward pass, the hook raises `StepAborted` to leave it at once; `finish`
+raises ExchangeBroken if a sum never completes. The step is then repeated, and nothing has been applied. A gradient that
+completes twice (reentrant checkpointing) or that the script computed by itself would be summed wrongly, and is refused.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,114 +49,127 @@ FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
 
-class StepAborted(Exception):  # noqa: N818 - it only leaves the backward pass of a step that will be done again
-    """The world fell apart during the backward pass."""
+class StepAborted(Exception):  # noqa: N818 - it only leaves the backward pass of a step that will be repeated
+    """The world broke during the backward pass."""
 
 
 class Bucket:
-    """Some parameters' gradients, one after the other, and perhaps a tail of other numbers."""
+    """Flat tensor with the gradients of some parameters, followed by a tail of other numbers (often empty)."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], tail: int, like: torch.Tensor) -> None:
         self.parameters = list(parameters)
         counts = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(counts) + tail, dtype=like.dtype, device=like.device)
-        pieces = torch.split(self.flat, [*counts, tail])
-        self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=False)]
-        self.tail = pieces[-1]
+        slices = torch.split(self.flat, [*counts, tail])
+        self.views = [flat.view(p.shape) for flat, p in zip(slices, parameters, strict=False)]
+        self.tail = slices[-1]
         self.missing = len(self.parameters)
 
 
 class Buckets:
-    """The gradients of a model, in the order in which the backward pass gives them."""
+    """Gradients of a model in buckets, in the order in which the backward pass computes them.
+
+    `norms`, if set, is shown every gradient before and after the sum.
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], statistics: int) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         tail = len(self.parameters) + statistics
         self._buckets = _lay_out(list(reversed(self.parameters)), tail)
         last = self._buckets[-1]
-        # Which parameters anybody used, then statistics that are averaged along with the gradients.
         self._used, self.statistics = last.tail[: len(self.parameters)], last.tail[len(self.parameters) :]
-        self._place = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
+        self._position = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
         self._number = {p: n for n, p in enumerate(self.parameters)}
         self._seen: set[torch.nn.Parameter] = set()
         self._exchange: Exchange | None = None
-        self._tickets: list[Work] = []
+        self._works: list[Work] = []
         self._next = 0
-        self.squares: TorchGradientNorms | None = None
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.parameters]  # type: ignore[no-untyped-call]
+        self.norms: TorchGradientNorms | None = None
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.parameters]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether the same parameters are trained as when the buckets were made."""
+        """Return whether the same parameters are trained as when the buckets were laid out."""
         trained = [p for p in parameters if p.requires_grad]
-        return len(trained) == len(self.parameters) and all(map(_is, trained, self.parameters))
+        return len(trained) == len(self.parameters) and all(map(operator.is_, trained, self.parameters))
 
-    def refuse_others(self) -> None:
-        """Raise if there are gradients that we have not handed out: they would count once for each member."""
-        for bucket in self._buckets:
-            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-                if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-                    raise UnusableBackward(
-                        "parameters have gradients before run.backward",
-                        why="gradients that a script computes by itself are not summed over members",
-                        do="add the losses and call run.backward once, or optimizer.zero_grad() before it",
-                    )
+    @property
+    def has_foreign_gradients(self) -> bool:
+        """Whether a parameter has a gradient that is not a view of its bucket: the script computed it."""
+        return any(
+            parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr()
+            for bucket in self._buckets
+            for view, parameter in zip(bucket.views, bucket.parameters, strict=True)
+        )
+
+    def refuse_foreign_gradients(self) -> None:
+        """Raise UnusableBackward if the script computed gradients itself: they would count once for each member."""
+        if self.has_foreign_gradients:
+            raise UnusableBackward(
+                "parameters have gradients before run.backward",
+                why="gradients that a script computes by itself are not summed over members",
+                do="add the losses and call run.backward once, or optimizer.zero_grad() before it",
+            )
 
     def arm(self, exchange: Exchange) -> None:
-        """From now on, each gradient that is complete is sent on its way."""
+        """Send every bucket over this exchange as soon as it is complete."""
         self._exchange = exchange
-        self._tickets = []
+        self._works = []
         self._seen.clear()
         self._next = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
 
     def disarm(self) -> None:
+        """Ignore gradients until the next `arm`."""
         self._exchange = None
 
     def zero_buffers(self) -> list[ZeroBuffer]:
-        """Buffers like ours, for a shadow that takes part without gradients."""
+        """Return zeros in the shape of the buckets, for a catching-up member that has no gradients."""
         return [(*operand(torch.zeros_like(bucket.flat)), None) for bucket in self._buckets]
 
     def finish(self, divisor: float, empty: bool) -> None:
-        """Send what is left, wait for all, and give every parameter its gradient over the whole global batch.
+        """Send the remaining buckets, block for all sums, and set every gradient to that of the whole global batch.
 
-        `empty` says that this member's share is empty, so that whatever it computed counts for nothing.
+        The sums are divided by `divisor`. If `empty`, this member has no samples and contributes zeros. Raises
+        ExchangeBroken if a sum cannot complete.
         """
         assert self._exchange is not None
         if empty:
-            self._blank()
+            self._discard_local()
         while self._next < len(self._buckets):
             self._fill_gaps(self._buckets[self._next])
             self._launch()
-        for ticket in self._tickets:
-            ticket.wait()
+        for work in self._works:
+            work.wait()
         self._exchange = None
         if divisor != 1.0:
             for bucket in self._buckets:
                 for view in bucket.views:
                     view.div_(divisor)
-        if self.squares is not None:
+        if self.norms is not None:
             for bucket in self._buckets:
                 for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-                    self.squares.everybody(parameter, view)
-        self._hand_out()
+                    self.norms.add_global(parameter, view)
+        self._assign_gradients()
 
-    def _arrived(self, parameter: torch.nn.Parameter) -> None:
+    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Copy a gradient that is complete into its bucket; send all buckets whose turn has come."""
         if self._exchange is None:
             return
-        self._check_arrival(parameter)
-        bucket, index = self._place[parameter]
-        self._take(bucket, index, parameter)
+        self._check_gradient(parameter)
+        bucket, index = self._position[parameter]
+        self._copy_in(bucket, index, parameter)
         bucket.missing -= 1
         while self._next < len(self._buckets) - 1 and self._buckets[self._next].missing == 0:
             self._launch()
 
-    def _check_arrival(self, parameter: torch.nn.Parameter) -> None:
-        """Raise if this gradient cannot count: it was here before, or the world has fallen apart."""
+    def _check_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Raise if the gradient cannot count: it was completed before, or the world broke."""
         if parameter in self._seen:
             raise UnusableBackward(
                 "a parameter's gradient was completed twice in one backward pass",
@@ -140,14 +180,14 @@ class Buckets:
         if broken is not None:
             raise StepAborted from broken
 
-    def _take(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
+    def _copy_in(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
         bucket.views[index].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         parameter.grad = None if gradient.is_sparse else bucket.views[index]
         self._seen.add(parameter)
 
-    def _blank(self) -> None:
+    def _discard_local(self) -> None:
         for bucket in self._buckets[self._next :]:
             bucket.flat[: bucket.flat.numel() - bucket.tail.numel()].zero_()
         for parameter in self.parameters:
@@ -155,14 +195,14 @@ class Buckets:
         self._seen.clear()
 
     def _fill_gaps(self, bucket: Bucket) -> None:
-        """Parameters that this member's share did not use have no gradient here, but may have one elsewhere."""
+        """Zero the slots of parameters that this share did not use; another member may have used them."""
         if bucket.missing:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter in self._seen:
                     continue
                 if parameter.grad is not None:
-                    # Of pieces before the last one, which did not use it.
-                    self._take(bucket, index, parameter)
+                    # An earlier micro-batch used it, the last one did not.
+                    self._copy_in(bucket, index, parameter)
                 else:
                     bucket.views[index].zero_()
         if bucket is self._buckets[-1]:
@@ -174,31 +214,31 @@ class Buckets:
                 self._used[used] = 1.0
 
     def _launch(self) -> None:
+        """Start the sum of the next bucket."""
         assert self._exchange is not None
         bucket = self._buckets[self._next]
-        if self.squares is not None:
+        if self.norms is not None:
             for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-                self.squares.own(parameter, view)
-        flat = bucket.flat
+                self.norms.add_local(parameter, view)
         self._next += 1
-        self._tickets.append(reduce(self._exchange, flat))
+        self._works.append(reduce(self._exchange, bucket.flat))
 
-    def _hand_out(self) -> None:
-        nobody_used = (self._used == 0).tolist()
+    def _assign_gradients(self) -> None:
+        unused = (self._used == 0).tolist()
         for bucket in self._buckets:
             for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-                parameter.grad = None if nobody_used[self._number[parameter]] else view
+                parameter.grad = None if unused[self._number[parameter]] else view
 
 
 def reduce(exchange: Exchange, flat: torch.Tensor) -> Work:
-    """Sum a flat tensor over all members in place."""
+    """Start to sum a flat tensor over all members in place."""
     if getattr(exchange, "takes_tensors", False):
         return exchange.reduce(flat)  # type: ignore[arg-type]
     return exchange.reduce(*operand(flat))
 
 
 def operand(flat: torch.Tensor) -> tuple[NDArray[Any], Adder | None]:
-    """A flat tensor as the exchange sums it: NumPy's view of its memory, and how to add what NumPy cannot."""
+    """Return NumPy's view of a flat tensor, and a function that adds what NumPy cannot (None if it can)."""
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.uint16).numpy(), _add_bfloat16
     return flat.numpy(), None
@@ -209,12 +249,12 @@ def _add_bfloat16(into: Any, more: Any) -> None:
 
 
 def _lay_out(parameters: Sequence[torch.nn.Parameter], tail: int) -> list[Bucket]:
-    """Buckets of one type and device each; the last one, in float32, carries the tail."""
+    """Return buckets of one dtype and device each; the last one is float32 and carries the tail."""
     groups: list[list[torch.nn.Parameter]] = []
     room = 0.0
     for parameter in parameters:
         size = parameter.numel() * parameter.element_size()
-        if not groups or room <= 0 or not _alike(parameter, groups[-1][0]):
+        if not groups or room <= 0 or not _same_kind(parameter, groups[-1][0]):
             room = FIRST_BYTES if not groups else BUCKET_BYTES
             groups.append([])
         groups[-1].append(parameter)
@@ -229,9 +269,5 @@ def _lay_out(parameters: Sequence[torch.nn.Parameter], tail: int) -> list[Bucket
     return buckets
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
+def _same_kind(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dtype == other.dtype and tensor.device == other.device

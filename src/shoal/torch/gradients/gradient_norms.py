@@ -1,7 +1,10 @@
-"""Squared norms of gradients, own and summed, from which the gradient noise is learned.
+"""Squared norms of gradients, of single shares and of the whole batch, from which the gradient noise is estimated.
 
-They are taken in the optimizer's own metric: an adaptive optimizer divides each gradient by what it expects of it, and
-only the noise that is left afterwards matters to it.
+The mean gradient of b samples has an expected squared norm of |G|² + tr(S)/b: the signal plus noise that shrinks with
+the batch. Measured at two batch sizes, a share and the whole batch, both terms follow (`core.batch.gradient_noise`).
+
+Norms are taken in the optimizer's own metric. An adaptive optimizer (Adam, RMSprop, Adagrad) divides each gradient by
+a running estimate of its size, so only noise relative to that size slows the training down.
 """
 
 from __future__ import annotations
@@ -11,68 +14,70 @@ from typing import Any
 
 import torch
 
-# Where optimizers keep the mean or the sum of squared gradients.
+# Keys under which optimizers keep the mean or the sum of squared gradients.
 ADAPTIVE = ("exp_avg_sq", "square_avg", "sum")
-# A parameter is expected to have at least this part of its tensor's usual gradient: of one that was hardly ever used
-# the optimizer expects next to nothing, and a quotient would drown all others.
+# Lower bound of an element's expected gradient, as a fraction of its tensor's mean. The estimate of a rarely used
+# element is almost zero, and dividing by it would drown all others.
 DAMPING = 0.1
 
 
 class TorchGradientNorms:
-    """Adds up the squared norms of one step: of each group of samples here, and of the whole global batch.
+    """Squared norms of one step's gradients: of each local group of samples, and of the whole global batch.
 
-    The groups are the share of this member, or, if it has the whole batch to itself, the two halves of its pieces.
+    This member's share is one group. If the member has the whole batch to itself, the first and the second half of its
+    micro-batches are a group each.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._half: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._half_weight = 0.0
-        self._own: list[torch.Tensor] = []
-        self._first: list[torch.Tensor] = []
+        self._local: list[torch.Tensor] = []
+        self._first_half: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
 
     @property
     def ready(self) -> bool:
-        """Whether there is anything to measure with: an adaptive optimizer needs a step to know its metric."""
-        return all(optimizer.state for optimizer in self._optimizers if _adapts(optimizer))
+        """Whether norms can be measured: an adaptive optimizer knows its metric only after a step."""
+        return all(optimizer.state for optimizer in self._optimizers if _is_adaptive(optimizer))
 
-    def halve(self, parameters: Iterable[torch.nn.Parameter], weight: float) -> None:
-        """What has been accumulated so far, of this weight, is a group of its own."""
+    def split_halves(self, parameters: Iterable[torch.nn.Parameter], weight: float) -> None:
+        """Make a group of the gradients accumulated so far; `weight` is their total weight."""
         self._half = {p: p.grad.detach().clone() for p in parameters if p.grad is not None and not p.grad.is_sparse}
         self._half_weight = weight
 
-    def own(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """A gradient of ours that is about to be summed."""
+    def add_local(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add this member's gradient of one parameter, before it is summed over members."""
         if self._half_weight:
             half = self._half.pop(parameter, None)
             if half is not None:
-                self._first.append(self._square(parameter, half))
+                self._first_half.append(self._squared_norm(parameter, half))
                 gradient = gradient - half
-        self._own.append(self._square(parameter, gradient))
+        self._local.append(self._squared_norm(parameter, gradient))
 
-    def everybody(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """The same gradient, of the whole global batch."""
-        self._total.append(self._square(parameter, gradient))
+    def add_global(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add the gradient of one parameter over the whole global batch."""
+        self._total.append(self._squared_norm(parameter, gradient))
 
-    def weighted(self, weight: float, nominal: float) -> tuple[float, int]:
-        """The sum over groups of weight times squared mean gradient, and the number of groups.
+    def weighted(self, weight: float, global_batch_size: float) -> tuple[float, int]:
+        """Return the sum over groups of weight times squared mean gradient, and the number of groups.
 
-        Gradients come multiplied by weight / nominal, as they are summed.
+        The gradients that were added are mean gradients times weight / global_batch_size, as they are exchanged.
         """
         rest = weight - self._half_weight
         if weight <= 0 or (self._half_weight and rest <= 0):
             return 0.0, 0
-        found = _sum(self._own) * nominal**2 / rest
+        norm = _sum(self._local) * global_batch_size**2 / rest
         if not self._half_weight:
-            return found, 1
-        return found + _sum(self._first) * nominal**2 / self._half_weight, 2
+            return norm, 1
+        return norm + _sum(self._first_half) * global_batch_size**2 / self._half_weight, 2
 
     @property
     def total(self) -> float:
+        """Squared norm of the gradient of the whole global batch."""
         return _sum(self._total)
 
-    def _square(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    def _squared_norm(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         expected = self._expected(parameter)
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient)
@@ -85,22 +90,23 @@ class TorchGradientNorms:
         return (gradient / usual).square_().sum()
 
     def _expected(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """What the optimizer expects of the square of each gradient, without the bias of its start."""
+        """Return the optimizer's estimate of each squared gradient, bias corrected; None if it keeps none."""
         for optimizer in self._optimizers:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for name in ADAPTIVE:
                 if isinstance(state.get(name), torch.Tensor):
-                    found: torch.Tensor = state[name]
+                    estimate: torch.Tensor = state[name]
                     decay = float(optimizer.defaults.get("betas", (0.0, 0.0))[-1])
                     steps = float(state.get("step", 0))
-                    return found / (1.0 - decay**steps) if name == "exp_avg_sq" and decay and steps else found
+                    biased = name == "exp_avg_sq" and decay and steps
+                    return estimate / (1.0 - decay**steps) if biased else estimate
         return None
 
 
-def _adapts(optimizer: torch.optim.Optimizer) -> bool:
+def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     name = type(optimizer).__name__.lower()
     return any(word in name for word in ("ada", "rms", "prop"))
 
 
-def _sum(squares: list[torch.Tensor]) -> float:
-    return float(torch.stack([square.double() for square in squares]).sum()) if squares else 0.0
+def _sum(norms: list[torch.Tensor]) -> float:
+    return float(torch.stack([norm.double() for norm in norms]).sum()) if norms else 0.0

@@ -1,45 +1,55 @@
-"""Optimizers, schedulers and scalers that do nothing for a step that did not commit.
+"""Guards: optimizers, schedulers and scalers whose methods do nothing for a step that does not commit.
 
-The objects stay what they are; only their methods are replaced on the instance, so that isinstance, state_dict and
-whatever else wraps them keep working.
+The script calls `optimizer.step()` in every iteration, also in one whose exchange failed and which will be repeated.
+Each guarded method therefore asks a `StepGate`, the trainer, first. The objects themselves stay the script's: only
+methods are replaced on the instance, so that isinstance, state_dict and other wrappers keep working.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.errors import NotAttached, UnusableBackward
 
 
 class StepGate(Protocol):
-    """Says what may happen now; the run."""
+    """Decides what a guarded method may do now; implemented by the trainers."""
 
-    def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any: ...
+    def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        """Handle `optimizer.step()`: call `real`, the original method, if the gradient may be applied."""
 
-    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any: ...
-
-    @property
-    def applied(self) -> bool: ...
-
-    def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int: ...
+    def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        """Handle `scaler.step(optimizer)` likewise."""
 
     @property
-    def has_gradient(self) -> bool: ...
+    def applied(self) -> bool:
+        """Whether the last `optimizer.step()` changed the parameters."""
+
+    def scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:
+        """Return how many real steps one call of `scheduler.step` makes."""
 
     @property
-    def accumulating(self) -> bool: ...
+    def has_gradient(self) -> bool:
+        """Whether the gradient of the whole step is in place."""
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether gradients of the step must not be zeroed yet."""
 
 
 def guard_optimizer(gate: StepGate, optimizer: torch.optim.Optimizer) -> None:
+    """Let `gate` decide what `optimizer.step` and `zero_grad` do; raise UnusableBackward for unsupported ones."""
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise UnusableBackward(
-            f"{type(optimizer).__name__} cannot be used",
-            why="it needs closures or sparse gradients, and neither can be summed over members step by step",
+            f"unsupported optimizer {type(optimizer).__name__}",
+            why="it needs closures or sparse gradients, which cannot be summed over members step by step",
             do="use another optimizer, such as AdamW",
         )
     real_step, real_zero = optimizer.step, optimizer.zero_grad
@@ -63,28 +73,77 @@ def guard_optimizer(gate: StepGate, optimizer: torch.optim.Optimizer) -> None:
     _replace(optimizer, "zero_grad", zero_grad)
 
 
-def refuse_strangers(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise if what is trained is not of the model, or not there yet: nobody would sum it up or hand it over."""
+def check_attached(model: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise NotAttached unless a model and an optimizer of its parameters are attached."""
+    if model is None:
+        raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
+    if not optimizers:
+        raise NotAttached("run.attach got no optimizer", do="run.attach(model, optimizer)")
     if any(map(torch.nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
         raise NotAttached(
-            "the model has lazy layers that have seen no data yet",
-            why="every member would begin with parameters of its own",
+            "the model has lazy layers without parameters yet",
+            why="every member would initialise them on its own",
             do="call the model with a sample before run.attach, on every member",
         )
-    known = set(map(id, model.parameters()))
+    attached = set(map(id, model.parameters()))
     for optimizer in optimizers:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        strange = [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in known]
-        if strange:
+        foreign = [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in attached]
+        if foreign:
             raise NotAttached(
-                f"{type(optimizer).__name__} trains {len(strange)} parameters that are not of the attached model",
-                why=f"members would each train their own; the first one has shape {strange[0]}",
-                do="put all that is trained into one torch.nn.Module, and attach that",
+                f"{type(optimizer).__name__} trains {len(foreign)} parameters that are not of the attached model",
+                why=f"each member would train its own copy; the first one has shape {foreign[0]}",
+                do="put everything that is trained into one torch.nn.Module, and attach that",
             )
 
 
-def outside(optimizer: torch.optim.Optimizer) -> None:
-    """A step outside the training loop: nothing to do without gradients, and nobody to sum them otherwise."""
+def check_schedulers(optimizers: Sequence[torch.optim.Optimizer], parts: Iterable[Any]) -> None:
+    """Raise NotAttached if a scheduler changes an attached optimizer without being attached itself.
+
+    It would also step after optimizer steps that do not commit, and would be lost by joiners and checkpoints. torch
+    marks an optimizer whose `step` a scheduler counts; only if no attached scheduler explains the mark, live
+    schedulers are searched for among all objects, which takes tens of milliseconds. `ReduceLROnPlateau` leaves no mark.
+    """
+    parts = list(parts)
+    for number, optimizer in enumerate(optimizers):
+        marked = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if not marked or any(getattr(part, "optimizer", None) is optimizer for part in parts):
+            continue
+        inner = {id(scheduler) for part in parts for scheduler in _schedulers_in(part)}
+        for scheduler in gc.get_objects():
+            if not issubclass(type(scheduler), LRScheduler) or id(scheduler) in inner:
+                continue
+            if getattr(scheduler, "optimizer", None) is optimizer:
+                others = "optimizer" if len(optimizers) == 1 else f"optimizer{number + 1}"
+                raise NotAttached(
+                    f"{type(scheduler).__name__} changes the learning rate of {type(optimizer).__name__} but is not "
+                    "attached",
+                    why="it would step even if a step does not commit, and joiners would not receive its state",
+                    do=f"run.attach(model, {others}, scheduler)",
+                )
+
+
+def _schedulers_in(value: Any, depth: int = 4) -> Iterator[LRScheduler]:
+    """Yield the schedulers that an attached object holds: itself, in its attributes, or in containers there."""
+    if isinstance(value, LRScheduler):
+        yield value
+    if depth == 0 or isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor | type):
+        return
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for inner in (*values, *vars(value).values()) if hasattr(value, "__dict__") else values:
+        yield from _schedulers_in(inner, depth - 1)
+
+
+def missing_backward(what: str, has_gradients: bool) -> UnusableBackward:
+    """Return the error for a step without run.backward; gradients then show that loss.backward was called instead."""
+    if has_gradients:
+        why = "the parameters have gradients: loss.backward() was called"
+        return UnusableBackward(what, why=why, do="replace it with run.backward(loss)")
+    return UnusableBackward(what, do="call run.backward(loss) for every batch, before optimizer.step()")
+
+
+def refuse_step_outside_loop(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnusableBackward if a step outside the loop has gradients, which no exchange would sum; else do nothing."""
     if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         raise UnusableBackward(
             "optimizer.step was called outside the training loop",
@@ -93,17 +152,17 @@ def outside(optimizer: torch.optim.Optimizer) -> None:
 
 
 def guard_scheduler(gate: StepGate, scheduler: Any) -> None:
-    """In a class of its own, because every attribute of the instance is part of a scheduler's state_dict.
+    """Let `gate` decide how far `scheduler.step` advances.
 
-    Where the global batch is chosen, a scheduler that is stepped at every step advances by the progress that was made;
-    one that is stepped more rarely, such as at the end of epochs, as often as it is.
+    The method is replaced in a subclass made for this instance, because every attribute of a scheduler's instance is
+    part of its state_dict.
     """
     kind = type(scheduler)
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = None
-        for _ in range(gate.schedules(self, *args, **kwargs)):
+        for _ in range(gate.scheduler_steps(self, *args, **kwargs)):
             result = kind.step(self, *args, **kwargs)
         return result
 
@@ -111,7 +170,7 @@ def guard_scheduler(gate: StepGate, scheduler: Any) -> None:
 
 
 def guard_scaler(gate: StepGate, scaler: Any) -> None:
-    """A scaler's step counts as the optimizer's, even if it finds infinities and skips that."""
+    """Let `gate` decide what a GradScaler does; its step counts even if it skips the optimizer's because of infs."""
     real_step = scaler.step
 
     @functools.wraps(real_step)
@@ -123,8 +182,8 @@ def guard_scaler(gate: StepGate, scaler: Any) -> None:
     _only_if(scaler, "update", lambda: gate.applied)
 
 
-def forget_gradients(scaler: Any) -> None:
-    """Let a scaler forget that it has unscaled gradients that are gone: it would refuse to unscale the next ones."""
+def reset_scaler(scaler: Any) -> None:
+    """Make a scaler forget that it unscaled the gradients of a discarded step, or it refuses to unscale again."""
     scaler._per_optimizer_states.clear()
 
 

@@ -1,7 +1,8 @@
-"""A member that runs out of memory computes its share in smaller pieces, and repeats the step.
+"""Retry after out-of-memory: the member repeats the step in smaller micro-batches.
 
-The error comes up in the middle of the script's own loop, which must not notice: a forward pass that does not fit gives
-back something of the right shape, nothing of which counts, and the same samples come again in pieces of half the size.
+The error is raised in the middle of the script's loop body, which must not notice it. So a forward pass that does not
+fit returns a stand-in of the right shape: the model's output for the first samples, repeated. The body runs to its end
+with it, the step is discarded, and the same samples are given out again in micro-batches of half the size.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ PROBE_SAMPLES = 2
 
 
 class OomHandler(Protocol):
-    """Who is told that a piece did not fit; the trainer."""
+    """Callbacks for a micro-batch that does not fit into memory; implemented by the trainers."""
 
     @property
     def micro_batch_samples(self) -> int:
-        """The samples of the piece that is being computed; 0 outside a step."""
+        """Samples of the micro-batch that is being computed; 0 outside a step."""
         ...
 
     def on_out_of_memory(self, error: BaseException) -> None:
-        """The piece that was given out last does not fit; raises the error if it cannot be made smaller."""
+        """Repeat the step with smaller micro-batches; raise the error if they cannot get smaller."""
         ...
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether smaller pieces may help."""
+    """Return whether smaller micro-batches may help."""
     return isinstance(error, torch.OutOfMemoryError) or mentions_out_of_memory(error)
 
 
-def guard_model(watch: OomHandler, model: torch.nn.Module) -> None:
-    """Let a forward pass of a training step that does not fit return a stand-in instead of raising."""
+def guard_model(handler: OomHandler, model: torch.nn.Module) -> None:
+    """Make forward passes of training steps return a stand-in instead of raising when memory runs out."""
     # A compiled module has its forward on the instance; others on the class, where copies and pickles find it.
     compiled = model.__dict__.get("forward")
     plain = type(model).forward
@@ -46,23 +47,23 @@ def guard_model(watch: OomHandler, model: torch.nn.Module) -> None:
     @functools.wraps(plain)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         real = compiled or functools.partial(plain, self)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not watch.micro_batch_samples:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not handler.micro_batch_samples:
             return real(*args, **kwargs)
         try:
             return real(*args, **kwargs)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            samples = watch.micro_batch_samples
-            watch.on_out_of_memory(error)
-            error.__traceback__ = None  # its frames hold what was already computed
+            samples = handler.micro_batch_samples
+            handler.on_out_of_memory(error)
+            error.__traceback__ = None  # its frames hold the activations computed so far
             return _stand_in(real, samples, min(PROBE_SAMPLES, samples), args, kwargs)
 
     model.forward = types.MethodType(forward, model)
 
 
 def _stand_in(real: Callable[..., Any], samples: int, few: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the model makes of the first few samples, repeated for all of them."""
+    """Return the model's output for the first few samples, repeated for all of them."""
 
     def first(value: Any) -> Any:
         return value[:few] if _is_batch(value, samples) else value
@@ -72,12 +73,12 @@ def _stand_in(real: Callable[..., Any], samples: int, few: int, args: tuple[Any,
 
     try:
         with torch.no_grad():
-            found = real(*_mapped(args, first), **_mapped(kwargs, first))
+            output = real(*_mapped(args, first), **_mapped(kwargs, first))
     except (MemoryError, RuntimeError) as error:
         if few == 1 or not is_out_of_memory(error):
             raise
         return _stand_in(real, samples, 1, args, kwargs)
-    return _mapped(_mapped(found, repeated), _differentiable)
+    return _mapped(_mapped(output, repeated), _differentiable)
 
 
 def _is_batch(value: Any, samples: int) -> bool:
@@ -91,10 +92,10 @@ def _differentiable(value: Any) -> Any:
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
-        mapped = {key: _mapped(one, function) for key, one in value.items()}
+        mapped = {key: _mapped(item, function) for key, item in value.items()}
         return mapped if type(value) is dict else cast(Any, type(value))(**mapped)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(one, function) for one in value))
+        return type(value)(*(_mapped(item, function) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(one, function) for one in value)
+        return type(value)(_mapped(item, function) for item in value)
     return function(value)

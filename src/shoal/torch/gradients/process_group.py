@@ -1,10 +1,18 @@
-"""The exchange over torch.distributed: Gloo for CPU tensors, NCCL for GPUs.
+"""Exchange over torch.distributed: Gloo for CPU tensors, NCCL for GPUs.
 
-Sums go through a process group that is built directly, without init_process_group; pulses, barriers, the rendezvous and
-the detection of losses ride on our own ring. So a loss is seen, named and passed on in the same way as without torch,
-and there is no TCPStore. The connections of Gloo and NCCL themselves know no token: use them on trusted networks only.
+Only the sums of gradients go through a process group, which is built directly, without `init_process_group`. Step
+reports, barriers, the rendezvous and the detection of lost members use Shoal's own ring, which exists beside the group.
+So a lost member is detected, named and reported in the same way as without torch, and there is no TCPStore.
 
-The NCCL path is this same code with another device. It needs GPUs and has not been run where this was written.
+*Building.* Gloo and NCCL need a key-value store for their rendezvous. `_RingStore` is one whose entries travel round
+the ring while the group is being built.
+
+*Breaking.* A Gloo operation whose peer is gone blocks until its timeout, and Gloo has no call to cancel it. When the
+ring breaks, `cut` shuts down the group's own TCP connections instead, which are found among the process's sockets by
+the port of the group's listener; the pending operations then fail at once. NCCL has `abort`.
+
+Limits: the connections of Gloo and NCCL are not authenticated, so use them on trusted networks only. The NCCL path is
+the same code with another device; it needs GPUs and has never been run.
 """
 
 from __future__ import annotations
@@ -32,76 +40,77 @@ from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import shut
 
-_ROUND_S = 0.002
+_STORE_POLL_S = 0.002
 _device_lock = threading.Lock()
 
 
 def connect(
-    port: Peers,
+    peers: Peers,
     world: World,
     timeout_s: float,
     cancelled: threading.Event,
     on_break: OnBreak | None = None,
     backend: str = "gloo",
 ) -> ProcessGroupExchange:
-    """Join a world's process group; return when all of its members have, or raise ExchangeBroken."""
-    breakage = _BreakNotifier(on_break)
-    ring = connect_ring(port, world, timeout_s, cancelled, breakage)
+    """Return the exchange of a world once all of its members have connected; raise ExchangeBroken if they do not."""
+    notifier = _BreakNotifier(on_break)
+    ring = connect_ring(peers, world, timeout_s, cancelled, notifier)
     try:
-        collective = ProcessGroupExchange(ring, port.local_host, timeout_s, backend)
+        exchange = ProcessGroupExchange(ring, peers.local_host, timeout_s, backend)
     except (RuntimeError, ExchangeBroken) as error:
         ring.close()
         raise ExchangeBroken(f"could not build the {backend} group: {error}") from error
-    breakage.tell(collective)
-    return collective
+    notifier.set_exchange(exchange)
+    return exchange
 
 
 class _BreakNotifier:
-    """Passes the news of a broken ring on to a collective that may not be built yet."""
+    """Callback for a broken ring that cuts the exchange, which may not be built yet when the ring breaks."""
 
     def __init__(self, on_break: OnBreak | None) -> None:
         self._on_break = on_break
         self._lock = threading.Lock()
-        self._collective: ProcessGroupExchange | None = None
-        self._news: tuple[tuple[str, ...], str] | None = None
+        self._exchange: ProcessGroupExchange | None = None
+        self._broken = False
 
     def __call__(self, suspects: tuple[str, ...], cause: str) -> None:
         with self._lock:
-            self._news = (suspects, cause)
-            collective = self._collective
-        if collective is not None:
-            collective.cut()
+            self._broken = True
+            exchange = self._exchange
+        if exchange is not None:
+            exchange.cut()
         if self._on_break is not None:
             self._on_break(suspects, cause)
 
-    def tell(self, collective: ProcessGroupExchange) -> None:
+    def set_exchange(self, exchange: ProcessGroupExchange) -> None:
+        """Cut this exchange when the ring breaks, or now if it already has."""
         with self._lock:
-            self._collective = collective
-            broken = self._news is not None
+            self._exchange = exchange
+            broken = self._broken
         if broken:
-            collective.cut()
+            exchange.cut()
 
 
 class ProcessGroupWork:
-    """One sum of a process group, from its submission to its end."""
+    """One sum of a process group in progress."""
 
-    def __init__(self, work: Any, collective: ProcessGroupExchange) -> None:
-        self._work, self._collective = work, collective
+    def __init__(self, work: Any, exchange: ProcessGroupExchange) -> None:
+        self._work, self._exchange = work, exchange
 
     def wait(self) -> None:
-        """Return when the operation is complete; raise ExchangeBroken if it never will be."""
+        """Block until the operation is complete; raise ExchangeBroken if it cannot complete."""
         if self._work is None:
-            self._collective.check()
+            self._exchange.check()
             return
         try:
             self._work.wait()
         except RuntimeError as error:
-            self._collective.abort(f"the process group failed: {str(error).splitlines()[0]}")
-            self._collective.check()
+            self._exchange.abort(f"the process group failed: {str(error).splitlines()[0]}")
+            self._exchange.check()
 
 
 class ProcessGroupExchange:
-    """An exchange whose sums are made by a process group; everything else goes over a ring, which it then owns."""
+    """Exchange that sums in a process group; everything else goes over a ring, which it owns."""
 
     def __init__(self, ring: Ring, host: str, timeout_s: float, backend: str = "gloo") -> None:
         self.rank, self.size = ring.rank, ring.size
@@ -114,26 +123,26 @@ class ProcessGroupExchange:
         self._lock = threading.Lock()
         if self.size > 1:
             store = _RingStore()
-            with store.travelling(ring):
+            with store.shared_over(ring):
                 self._group = self._build(store, host, timeout_s)
                 self._group.allreduce([torch.zeros(1, device="cuda" if backend == "nccl" else "cpu")]).wait()
 
     @property
     def broken(self) -> ExchangeBroken | None:
-        """Why nothing more can be exchanged; None while all is well."""
+        """Why nothing can be exchanged any more; None while the exchange works."""
         return self._ring.broken
 
     def gather(self, record: NDArray[np.float64]) -> RingWork:
-        """Send one small record to all and receive everybody's."""
+        """Start to all-gather one small record of each member."""
         return self._ring.gather(record)
 
     def reduce(
         self, buffer: NDArray[Any] | torch.Tensor, add: Adder | None = None, part: TreePartials | None = None
     ) -> ProcessGroupWork | RingWork:
-        """Sum a buffer over all ranks in place: a NumPy view of a CPU tensor, or a tensor.
+        """Start to sum a buffer over all ranks in place: a NumPy view of a CPU tensor, or a tensor.
 
-        The group adds every type by itself; `add` only says that a uint16 buffer holds bfloat16. No group knows a
-        fixed order of sums: those over shards go over the ring.
+        The group adds every dtype by itself; `add` only says that a uint16 buffer holds bfloat16. A group does not sum
+        in a fixed order, so exact mode's sums (with `part`) go over the ring.
         """
         if part is not None and not isinstance(buffer, torch.Tensor):
             return self._ring.reduce(buffer, add, part)
@@ -145,28 +154,28 @@ class ProcessGroupExchange:
         return ProcessGroupWork(self._group.allreduce([tensor]), self)
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Block until every rank has called this."""
         self._ring.barrier()
 
     def abort(self, cause: str) -> None:
-        """Fail every operation, pending and future, at once, and let the neighbours see it."""
+        """Fail all pending and future operations at once, here and, by closing the ring, on the other members."""
         self._ring.abort(cause)
         self.cut()
 
     def close(self) -> None:
-        """Let go of the group, its connections and the ring."""
+        """Release the group, its connections and the ring."""
         self._ring.close()
         self.cut()
         self._group = None
 
     def check(self) -> None:
-        """Raise ExchangeBroken if the world has fallen apart."""
+        """Raise ExchangeBroken if the ring is broken."""
         broken = self._ring.broken
         if broken is not None:
             raise ExchangeBroken(broken.cause, broken.suspects)
 
     def cut(self) -> None:
-        """End the group's own connections; Gloo knows no other way to end what is pending."""
+        """Shut down the group's connections; Gloo has no other way to cancel pending operations."""
         with self._lock:
             group = self._group
             if group is None:
@@ -184,7 +193,7 @@ class ProcessGroupExchange:
             return dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        # a device of its own for each group: one that outlives a failed construction crashes on a late connection
+        # Each group has its own device: a shared one that survives a failed construction crashes on a late connection.
         options._devices = [self._device(host)]
         options._timeout = timedelta(seconds=timeout_s)
         store.set(f"shoal/{self.rank}", f"{host} {self._listener}")
@@ -214,18 +223,18 @@ class ProcessGroupExchange:
             except OSError:
                 continue
             with sock:
-                # never the listener: Gloo ends the process if that fails
+                # Never the listener: Gloo aborts the process if that fails.
                 if _is_internet(sock) and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     try:
-                        ours, theirs = sock.getsockname(), sock.getpeername()
+                        local, remote = sock.getsockname(), sock.getpeername()
                     except OSError:
                         continue
-                    if ours[1] == self._listener or tuple(theirs[:2]) in self._peers:
+                    if local[1] == self._listener or tuple(remote[:2]) in self._peers:
                         yield sock
 
 
 class _RingStore(Store):
-    """A store whose entries travel round the ring while a process group is being built."""
+    """Key-value store of a rendezvous; a thread all-gathers new entries over the ring while a group is being built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,9 +245,10 @@ class _RingStore(Store):
         self._failure: ExchangeBroken | None = None
 
     @contextmanager
-    def travelling(self, ring: Ring) -> Iterator[None]:
-        courier = threading.Thread(target=self._carry, args=(ring,), name="shoal-rendezvous", daemon=True)
-        courier.start()
+    def shared_over(self, ring: Ring) -> Iterator[None]:
+        """Share entries with all members inside the block; leave it when all members have."""
+        thread = threading.Thread(target=self._share, args=(ring,), name="shoal-rendezvous", daemon=True)
+        thread.start()
         try:
             yield
         except BaseException:
@@ -248,19 +258,19 @@ class _RingStore(Store):
             with self._changed:
                 self._finished = True
                 self._changed.notify_all()
-            courier.join()
+            thread.join()
 
-    def _carry(self, ring: Ring) -> None:
+    def _share(self, ring: Ring) -> None:
         try:
             while True:
                 with self._changed:
                     if not self._unsent and not self._finished:
-                        self._changed.wait(_ROUND_S)
-                    finished, news = self._finished, msgspec.msgpack.encode(self._unsent)
+                        self._changed.wait(_STORE_POLL_S)
+                    finished, entries = self._finished, msgspec.msgpack.encode(self._unsent)
                     self._unsent = {}
-                rows = ring.gather(np.array([float(finished), float(len(news))])).result()
+                rows = ring.gather(np.array([float(finished), float(len(entries))])).result()
                 width = (int(rows[:, 1].max()) + 7) // 8
-                packed = ring.gather(np.frombuffer(news.ljust(8 * width, b"\0"), np.float64)).result()
+                packed = ring.gather(np.frombuffer(entries.ljust(8 * width, b"\0"), np.float64)).result()
                 with self._changed:
                     for (_, length), row in zip(rows, packed, strict=True):
                         self._entries |= msgspec.msgpack.decode(row.tobytes()[: int(length)], type=dict[str, bytes])
@@ -285,12 +295,12 @@ class _RingStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit_s = timeout.total_seconds() if timeout is not None else 60.0
         with self._changed:
-            known = self._changed.wait_for(
+            complete = self._changed.wait_for(
                 lambda: self._failure is not None or all(key in self._entries for key in keys), limit_s
             )
             if self._failure is not None:
                 raise RuntimeError(self._failure.cause)
-            if not known:
+            if not complete:
                 raise RuntimeError(f"no {keys} within {limit_s:g} s")
 
     def check(self, keys: list[str]) -> bool:
@@ -316,13 +326,13 @@ def _is_internet(sock: socket.socket) -> bool:
 
 
 def _sockets() -> dict[str, int]:
-    """This process's sockets: inode to file descriptor."""
-    found = {}
+    """Return the sockets of this process: inode to file descriptor."""
+    sockets = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
         if target.startswith("socket:"):
-            found[target] = int(name)
-    return found
+            sockets[target] = int(name)
+    return sockets

@@ -1,7 +1,7 @@
-"""Buffers that a forward pass changes: BatchNorm's running statistics above all.
+"""Buffers that a forward pass changes, above all BatchNorm's running statistics.
 
-They count only when a step is committed. The running statistics of all members are averaged by weight along with the
-gradients, so that all members hold the same; after a step that did not commit, every buffer goes back to what it was.
+Their changes count only if the step commits. The running statistics of all members are averaged by weight along with
+the gradients, so that all members hold the same; after a step that did not commit, every buffer is rolled back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shoal.torch.gradients.buckets import Buckets
 
 
 class RunningStats:
-    """The buffers of a model, and what they were at the last commit."""
+    """Buffers of a model, with copies of their values at the last commit."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places = [
@@ -24,53 +24,53 @@ class RunningStats:
             if isinstance(module, torch.nn.modules.batchnorm._NormBase) and name in ("running_mean", "running_var")
         ]
         self._averaged = averaged
-        # BatchNorm's kernels write to these without counting up their version.
+        # BatchNorm's kernels change these without incrementing `_version`.
         self._silent = {(id(module), name) for module, name in averaged}
         self.count = sum(_buffer(place).numel() for place in averaged)
-        self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, int]] = {}
-        self.keep()
+        self._saved: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.save()
 
-    def keep(self) -> None:
-        """Remember the buffers as they are; only those that were written to since are copied."""
+    def save(self) -> None:
+        """Copy the buffers' values; those that were not written to since the last call are skipped."""
         for module, name in self._places:
             buffer = module._buffers.get(name)
             if buffer is None:
                 continue
             key = (id(module), name)
-            known = self._kept.get(key)
-            if known is None:
-                self._kept[key] = (buffer, buffer.detach().clone(), buffer._version)
-            elif known[0] is not buffer or known[2] != buffer._version or key in self._silent:
-                copy = known[1] if known[1].shape == buffer.shape else buffer.detach().clone()
+            saved = self._saved.get(key)
+            if saved is None:
+                self._saved[key] = (buffer, buffer.detach().clone(), buffer._version)
+            elif saved[0] is not buffer or saved[2] != buffer._version or key in self._silent:
+                copy = saved[1] if saved[1].shape == buffer.shape else buffer.detach().clone()
                 copy.copy_(buffer.detach())
-                self._kept[key] = (buffer, copy, buffer._version)
+                self._saved[key] = (buffer, copy, buffer._version)
 
-    def put_back(self) -> None:
-        """Undo what a forward pass did to the buffers."""
+    def roll_back(self) -> None:
+        """Reset the buffers to their values at the last `save`."""
         with torch.no_grad():
             for module, name in self._places:
                 key = (id(module), name)
-                buffer, copy, version = self._kept[key]
+                buffer, copy, version = self._saved[key]
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
                 if buffer._version != version or key in self._silent:
                     buffer.copy_(copy)
-                    self._kept[key] = (buffer, copy, buffer._version)
+                    self._saved[key] = (buffer, copy, buffer._version)
 
-    def send(self, buckets: Buckets, part: float) -> None:
-        """Write our part of the averaged statistics into the tail of the buckets."""
+    def write_to(self, buckets: Buckets, fraction: float) -> None:
+        """Write this member's statistics, times its fraction of the total weight, into the tail of the buckets."""
         if self.count:
             flat = torch.cat([_buffer(place).detach().reshape(-1).float() for place in self._averaged])
-            torch.mul(flat, part, out=buckets.statistics)
+            torch.mul(flat, fraction, out=buckets.statistics)
 
-    def receive(self, buckets: Buckets) -> None:
-        """Take over the average of all members."""
+    def read_from(self, buckets: Buckets) -> None:
+        """Set the statistics to the average over all members."""
         offset = 0
         with torch.no_grad():
             for place in self._averaged:
                 buffer = _buffer(place)
-                piece = buckets.statistics[offset : offset + buffer.numel()]
-                buffer.copy_(piece.view(buffer.shape))
+                average = buckets.statistics[offset : offset + buffer.numel()]
+                buffer.copy_(average.view(buffer.shape))
                 offset += buffer.numel()
 
 

@@ -1,183 +1,128 @@
-"""Exact mode: gradients are summed shard by shard in one fixed tree, so that no bit depends on who computed what.
+"""Gradient buckets of exact mode: shards are summed in one fixed tree, whichever member computes them.
 
-A member takes each shard's gradients away from the parameters as the backward pass gives them, and adds them to the
-largest nodes of the tree that its own shards make up: a few buffers, however many shards it has. The nodes of a bucket
-are on their way to the others as soon as the last shard's gradients are in it.
+Floating-point addition is not associative, so a sum over members depends on how the batch was shared out. Exact mode
+cuts the global batch into a fixed number of shards and adds their gradients as a binary tree over shard numbers
+prescribes (`core.shares.reduction_tree`). A member has a contiguous range of shards; it adds those that form complete
+subtrees by itself, and the exchange adds the remaining nodes, in the tree's order.
+
+While the shards are computed from left to right, the nodes that are complete but cannot be merged yet form a stack.
+Each bucket has one buffer per level of that stack: at most about 2 log₂(shards) of them, however many shards the member
+has. `_depth` is the level of the shard in progress, and `_merges` how many nodes it completes. Example, a member with
+shards 0 to 3 (capital letters are sums):
+
+    shard  stack before  merges  stack after
+    0      -             0       a
+    1      a             1       A = a+b
+    2      A             0       A, c
+    3      A, c          2       A + (c+d)
+
+With the member's last shard, each bucket is sent as soon as its gradients are complete, as in `buckets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shoal.core.data.sample_order import SampleOrder
 from shoal.core.shares import reduction_tree
-from shoal.core.shares.balancer import ShareBalancer
 from shoal.core.shares.reduction_tree import NO_SHARDS, ShardRange
-from shoal.core.world import World
 from shoal.errors import UnsupportedInExactMode
 from shoal.torch.gradients.buckets import Bucket, Buckets, operand
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Exchange, TreePartials
-from shoal.worker.data.feed import IndexedFeed, MicroBatch
-from shoal.worker.data.fetch import ReadKey
-from shoal.worker.data.share_loader import ShareLoader, Span
 
-# Sums of multiples of it, up to 2³³ in all, are exact in any order.
+# Sums of multiples of this, up to 2³³ in all, are exact in any order.
 WEIGHT_STEP = 2.0**-20
 
 
 def exact_weight(weight: float) -> float:
-    """The nearest weight whose sums are the same in any order; whole numbers stay as they are."""
+    """Return the nearest weight whose sums are exact in any order; whole numbers are unchanged."""
     return round(weight / WEIGHT_STEP) * WEIGHT_STEP
 
 
-def make_alike(model: torch.nn.Module, synchronised: bool, threads: int) -> dict[str, Any]:
-    """Fix what else the bits depend on, and tell it: members that differ in it must not train together."""
+def fix_numerics(model: torch.nn.Module, synchronised: bool, threads: int) -> dict[str, Any]:
+    """Set the number of threads and return all that the bits of a sum depend on; members must agree on it.
+
+    Raises UnsupportedInExactMode for synchronised BatchNorm and for models that are not on the CPU.
+    """
     if synchronised:
         raise UnsupportedInExactMode(
             "exact mode cannot be used with run.sync_batchnorm",
-            why="its statistics are those of all members at once, but shards are computed one by one",
-            do="leave BatchNorm as it is: it normalises each shard, which is the same for any membership",
+            why="it needs the samples of all members at once, but shards are computed one by one",
+            do="remove run.sync_batchnorm: BatchNorm then normalises each shard, which is the same for any members",
         )
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise UnsupportedInExactMode(
-            "exact mode is for CPUs", why="the model is on another device", do="train without exact="
+            "exact mode runs on CPUs only", why="the model is on another device", do="train without exact="
         )
     torch.set_num_threads(threads or 1)
     capability = torch.backends.cpu.get_cpu_capability()
     return {"threads": torch.get_num_threads(), "cpu": capability, "torch": torch.__version__}
 
 
-class ShardLoader(ShareLoader):
-    """Reads slices of global batches that begin and end with shards, in pieces of one shard each."""
-
-    def __init__(self, shards: int, order: SampleOrder, *how: Any) -> None:
-        super().__init__(order, *how)
-        self._shards = shards
-        if not 1 <= shards <= order.size:
-            raise UnsupportedInExactMode(
-                f"a global batch of {order.size} samples cannot be cut into {shards} shards",
-                do=f"pass exact=1 to {order.size}; 8 to 32 is usual",
-            )
-        if self.micro_batch_size is not None:
-            raise UnsupportedInExactMode(
-                "exact and micro exclude each other", do="raise exact= until one shard fits into memory"
-            )
-
-    def bounds(self, step: int) -> list[int]:
-        """Where the shards of a step begin, and where the last one ends."""
-        sizes = reduction_tree.shard_sizes(self.order.size_of(step), self.order.size, self._shards)
-        return list(accumulate(sizes, initial=0))
-
-    def sizes_of(self, step: int, span: Span) -> tuple[int, ...]:
-        """How many samples of a span each of its shards has."""
-        start, stop = span
-        shards = pairwise(self.bounds(step))
-        return tuple(min(b, stop) - max(a, start) for a, b in shards if a < stop and b > start)
-
-    def _key(self, step: int, span: Span) -> ReadKey:
-        return super()._key(step, span)._replace(micro_batch_size=self.sizes_of(step, span))
-
-
-class ShardFeed(IndexedFeed):
-    """Global batches of which each member gets whole shards, one by one."""
-
-    _loader: ShardLoader
-
-    def __init__(self, order: SampleOrder, loader: ShardLoader, balance: ShareBalancer) -> None:
-        super().__init__(order, loader, balance)
-        self.shard_range = NO_SHARDS
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        return None
-
-    def halve_micro_batch(self, samples: int) -> bool:  # noqa: ARG002
-        """Shards are what they are."""
-        return False
-
-    def micro_batches(self, step: int, world: World, rank: int, ghosts: Collection[int]) -> list[MicroBatch]:
-        found = super().micro_batches(step, world, rank, ghosts)
-        self.shard_range = self._dealt(step, tuple(seat.member for seat in world.seats), rank, ghosts)
-        self.units = self.shard_range.stop - self.shard_range.start
-        return found
-
-    def _sizes(self, step: int, span: Span) -> tuple[int, ...]:
-        return self._loader.sizes_of(step, span)
-
-    def _dealt(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> ShardRange:
-        count = len(self._loader.bounds(step)) - 1
-        return reduction_tree.assign_shards(self.balancer.shares(step, count, members, ghosts), count)[rank]
-
-    def _span(self, step: int, members: Sequence[str], rank: int, ghosts: Collection[int]) -> Span:
-        ends, held = self._loader.bounds(step), self._dealt(step, members, rank, ghosts)
-        return ends[held.start], ends[held.stop]
-
-
 class TreeBuckets(Buckets):
-    """The gradients of a model, shard by shard; afterwards those of the whole global batch.
+    """Buckets that sum gradients shard by shard in a fixed tree.
 
-    `open` before the backward pass of a shard, `shut` after it; for the member's last shard `arm` and `finish`.
+    Call `begin_step`, then `begin_shard` and `end_shard` around the backward pass of each shard; for the member's last
+    shard `arm` and `finish` instead.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], statistics: int) -> None:
         super().__init__(parameters, statistics)
-        # Level 0 is the bucket itself; further ones are made when a member's shards need them.
+        # Level 0 is the bucket itself; further levels are allocated when the stack grows.
         self._levels: list[list[Bucket]] = [[bucket] for bucket in self._buckets]
         self._index = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         tail = torch.zeros_like(self._buckets[-1].tail)
         self._tail = tail
         self._used, self.statistics = tail[: len(self.parameters)], tail[len(self.parameters) :]
-        self._held = NO_SHARDS
+        self._range = NO_SHARDS
         self._shard = -1
         self._depth = self._merges = 0
-        self._keeps: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._keep_this = False
-        self._is_open = False
+        self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._keep_shard = False
+        self._in_shard = False
 
-    def begin(self, held: ShardRange) -> None:
-        """A step begins, or begins anew: forget what was summed before."""
-        self._held, self._shard = held, held.start - 1
+    def begin_step(self, shard_range: ShardRange) -> None:
+        """Drop all sums and prepare for the gradients of these shards."""
+        self._range, self._shard = shard_range, shard_range.start - 1
         self._depth = self._merges = 0
-        self._keeps.clear()
-        self._is_open = False
+        self._kept.clear()
+        self._in_shard = False
 
-    def open(self) -> None:
-        """The gradients of the next shard follow."""
-        held = self._held
+    def begin_shard(self) -> None:
+        """Collect the gradients of the next shard from now on."""
+        shards, first = self._range.shards, self._range.start
         self._shard += 1
-        self._depth += 1 - self._merges if self._shard > held.start else 0
-        self._merges = reduction_tree.completed_nodes(held.shards, held.start, self._shard)
-        follows = (
-            self._shard + 1 < held.stop and reduction_tree.completed_nodes(held.shards, held.start, self._shard + 1) > 0
+        self._depth += 1 - self._merges if self._shard > first else 0
+        self._merges = reduction_tree.completed_nodes(shards, first, self._shard)
+        merged_next = (
+            self._shard + 1 < self._range.stop and reduction_tree.completed_nodes(shards, first, self._shard + 1) > 0
         )
-        # A gradient that is added to the next shard's need not be copied in between.
-        self._keep_this = self._merges == 0 and follows
-        self._is_open = True
+        # A gradient that the next shard's is added to need not be copied in between.
+        self._keep_shard = self._merges == 0 and merged_next
+        self._in_shard = True
         self._seen.clear()
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
         for parameter in self.parameters:
             parameter.grad = None
 
-    def shut(self) -> None:
-        """The shard's gradients are complete; whoever has none here has zero."""
+    def end_shard(self) -> None:
+        """Add the shard to the tree; parameters that it did not use count as zero."""
         for bucket in self._buckets:
             self._complete(bucket)
-        self._is_open = False
+        self._in_shard = False
 
     def arm(self, exchange: Exchange) -> None:
         super().arm(exchange)
-        if not self._held.empty:
-            self.open()
+        if not self._range.empty:
+            self.begin_shard()
 
     def disarm(self) -> None:
         super().disarm()
-        self._is_open = False
+        self._in_shard = False
 
     def zero_buffers(self) -> list[ZeroBuffer]:
         return [(*operand(torch.zeros_like(bucket.flat)), TreePartials()) for bucket in self._buckets]
@@ -188,26 +133,26 @@ class TreeBuckets(Buckets):
             if not empty:
                 self._complete(bucket)
             self._launch()
-        for ticket in self._tickets:
-            ticket.wait()
-        self._exchange, self._is_open = None, False
+        for work in self._works:
+            work.wait()
+        self._exchange, self._in_shard = None, False
         self._tail.copy_(self._buckets[-1].tail)
         if divisor != 1.0:
             self.statistics.div_(divisor)
             for bucket in self._buckets:
                 for view in bucket.views:
                     view.div_(divisor)
-        self._hand_out()
+        self._assign_gradients()
 
-    def _arrived(self, parameter: torch.nn.Parameter) -> None:
-        if not self._is_open:
+    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
+        if not self._in_shard:
             return
-        self._check_arrival(parameter)
+        self._check_gradient(parameter)
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
         self._seen.add(parameter)
-        bucket, index = self._place[parameter]
+        bucket, index = self._position[parameter]
         self._add(bucket, index, gradient.to_dense() if gradient.is_sparse else gradient)
         bucket.missing -= 1
         if self._exchange is not None:
@@ -216,23 +161,23 @@ class TreeBuckets(Buckets):
                 self._launch()
 
     def _add(self, bucket: Bucket, index: int, gradient: torch.Tensor) -> None:
-        """Put one parameter's gradient where the tree wants it."""
+        """Add one parameter's gradient to the top of the stack, or push it."""
         parameter = bucket.parameters[index]
-        if self._keep_this:
-            self._keeps[parameter] = gradient
+        if self._keep_shard:
+            self._kept[parameter] = gradient
             return
         if self._merges == 0:
             self._level(bucket, self._depth).views[index].copy_(gradient)
             return
         view = self._level(bucket, self._depth - 1).views[index]
-        kept = self._keeps.pop(parameter, None)
+        kept = self._kept.pop(parameter, None)
         if kept is None:
             view.add_(gradient)
         else:
             torch.add(kept, gradient, out=view)
 
     def _complete(self, bucket: Bucket) -> None:
-        """All of one shard is in this bucket: add up the nodes that it completes."""
+        """Finish the shard in one bucket: merge the nodes that it completes."""
         if bucket.missing:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter not in self._seen:
@@ -262,7 +207,7 @@ class TreeBuckets(Buckets):
     def _launch(self) -> None:
         assert self._exchange is not None
         levels = self._levels[self._next]
-        count = 0 if self._held.empty else self._depth + 1 - self._merges
-        held = [operand(level.flat)[0] for level in levels[:count]]
+        count = 0 if self._range.empty else self._depth + 1 - self._merges
+        nodes = [operand(level.flat)[0] for level in levels[:count]]
         self._next += 1
-        self._tickets.append(self._exchange.reduce(*operand(levels[0].flat), TreePartials(self._held, held)))
+        self._works.append(self._exchange.reduce(*operand(levels[0].flat), TreePartials(self._range, nodes)))

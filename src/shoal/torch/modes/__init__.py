@@ -1,1 +1,4 @@
-"""PyTorch training loops, one module for each way to keep members together."""
+"""PyTorch training loops, one per sync mode: `every_step`, `local_sgd`, and `served` with parameter servers.
+
+May import: core, errors, worker, torch.data, torch.gradients, torch.state.
+"""

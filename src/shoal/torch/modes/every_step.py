@@ -1,4 +1,39 @@
-"""The training loop underneath a run: it gives out batches, exchanges gradients and commits steps."""
+"""Training loop of PyTorch that synchronises every step (``--sync step``).
+
+Theory of operation. `worker.training.loop` tells the life of a step; here is how three parties play it together.
+
+- The *loop*, a generator that the script iterates. It enters worlds, gives out micro-batches, and rolls back what an
+  uncommitted step left behind. It runs only between two loop bodies.
+- The *guards* (`torch.gradients.guards`), methods of the script's own objects. They run inside the loop body and ask
+  the trainer what is allowed.
+- The *session*, which knows whether the world is intact and whether a commit is allowed. Its threads may break the
+  world at any moment; the trainer asks `session.broken` at every call instead of being interrupted.
+
+One step, seen from the script's body:
+
+    script                       trainer                                       session
+    ------                       -------                                       -------
+    for batch in run.batches     roll back the last step if uncommitted;       next_step: block for a world
+                                 seed; yield a micro-batch
+    loss = f(model(batch))       (forward passes are guarded against OOM)
+    run.backward(loss)           weight the loss, backward pass; with the      on_step_reports
+                                 last micro-batch: all-reduce, `reduced`
+    scaler.unscale_, clip        allowed if `has_gradient`
+    optimizer.step()             first optimizer: ask for the commit;          begin_commit
+                                 last optimizer: the step counts               commit
+    scheduler.step()             steps only if the step was `committed`
+    optimizer.zero_grad()        ignored while `accumulating`
+
+Invariants:
+
+- Parameters change only between `begin_commit` and `commit`. An exception in between, from the optimizer itself, ends
+  the script, because a half-applied step cannot be undone.
+- A step is either applied by an optimizer everywhere or copied from a member that applied it, never both.
+- The script's body runs unchanged in all cases: when the world breaks in the middle, the remaining calls of the body
+  become no-ops, and the same micro-batches are given out again later.
+- Misuse (no run.backward, two optimizer steps, gradients of the script's own) raises UnusableBackward at the call that
+  shows it. Silence would train a different model on each member.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +48,7 @@ from shoal.errors import UnusableBackward
 from shoal.torch.data.fetch import TorchRngState
 from shoal.torch.gradients.buckets import Buckets, StepAborted
 from shoal.torch.gradients.gradient_norms import TorchGradientNorms
-from shoal.torch.gradients.guards import forget_gradients, outside
+from shoal.torch.gradients.guards import missing_backward, refuse_step_outside_loop, reset_scaler
 from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.gradients.running_stats import RunningStats
@@ -32,7 +67,7 @@ from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 
 class TorchTrainer(Loop):
-    """The loop for PyTorch. Optimizers, schedulers, scalers and BatchNorm layers ask it what may happen now."""
+    """Loop for PyTorch; also the gate of the guards (`StepGate`), the OOM handler and the reducer of BatchNorm."""
 
     def __init__(self, session: Session | StandaloneSession, training_state: TrainingState) -> None:
         super().__init__(session, training_state)
@@ -41,14 +76,16 @@ class TorchTrainer(Loop):
         self.schedulers: list[Any] = []
         self.synchronised = False
         self._buckets: Buckets | None = None
-        self._statistics: RunningStats | None = None
-        self._gathered = MicroBatchSums()
-        self._nested = False
+        self._running_stats: RunningStats | None = None
+        self._sums = MicroBatchSums()
+        self._in_scaler = False
 
     def _progress(self, calls: int) -> int:
-        """How far a scheduler that has been called so often goes on; once, if the batch is what the script asked for.
+        """Return how far a scheduler advances that has been called `calls` times; 1 if the batch size is fixed.
 
-        Only state that all members share may decide it: they must agree.
+        With an automatic batch, a scheduler that steps with every step advances by the progress of the step (in global
+        batches of the script's size); one that steps at the end of epochs advances by one. All members must agree, so
+        only state that they share decides which it is.
         """
         current, feed = self.current, self.feed
         if self.auto is None or current is None or feed is None:
@@ -61,17 +98,17 @@ class TorchTrainer(Loop):
 
     def _start_loop(self, feed: Feed) -> bool:  # noqa: ARG002
         assert self.model is not None
-        self._statistics = RunningStats(self.model)
-        self._training_state.after_load.append(self._statistics.keep)
+        self._running_stats = RunningStats(self.model)
+        self._training_state.after_load.append(self._running_stats.save)
         self._choose_exchange()
         return all(p.device.type == "cpu" for p in self.model.parameters())
 
     def _choose_exchange(self) -> None:
-        """Our own ring for CPUs; NCCL, which it cannot replace, for GPUs."""
+        """Use the ring on CPUs and NCCL on GPUs, unless the setting `exchange` says otherwise."""
         assert self.model is not None
-        session, wanted = self._session, self._session.settings.exchange
+        session, setting = self._session, self._session.settings.exchange
         on_gpu = any(p.is_cuda for p in self.model.parameters())
-        backend = ("nccl" if on_gpu else "ring") if wanted == "auto" else wanted
+        backend = ("nccl" if on_gpu else "ring") if setting == "auto" else setting
         if backend != "ring" and isinstance(session, Session):
             from shoal.torch.gradients import process_group
 
@@ -85,48 +122,53 @@ class TorchTrainer(Loop):
 
     def _check_micro_batch(self, current: Step, number: int) -> None:
         if current.backwards <= number:
+            raise missing_backward(f"step {current.number} ended without run.backward", self._has_script_gradients())
+        if current.on_last_micro_batch and not current.committed and self._misses_step(current):
+            which = f" of all {len(self.optimizers)} optimizers" if current.stepped else ""
             raise UnusableBackward(
-                f"step {current.number} ended without run.backward", do="call run.backward(loss) for every batch"
-            )
-        if current.on_last_micro_batch and not current.committed and self._lacks_step(current):
-            left = f" of all {len(self.optimizers)} optimizers" if current.stepped else ""
-            raise UnusableBackward(
-                f"step {current.number} ended without optimizer.step{left}",
-                do="call optimizer.step() of each every time",
+                f"step {current.number} ended without optimizer.step{which}",
+                do="call step() of every attached optimizer once per batch",
             )
 
-    def _lacks_step(self, current: Step) -> bool:
-        """Whether a current that came to its end uncommitted did so because of the script."""
+    def _misses_step(self, current: Step) -> bool:
+        """Return whether a step ended uncommitted because the script did not call `optimizer.step`."""
         return current.reduced
 
+    def _has_script_gradients(self) -> bool:
+        """Return whether the script computed gradients by itself, as with loss.backward()."""
+        if self._buckets is not None:
+            return self._buckets.has_foreign_gradients
+        return self.model is not None and any(p.grad is not None for p in self.model.parameters())
+
     def _zero_buffers(self) -> list[ZeroBuffer] | None:
-        """What a shadow exchanges in our stead; unknown if layers exchange too, or if lanes are dealt out."""
+        """Return the buffers of a catching-up member; None if BatchNorm layers exchange too, or for streams."""
         if self.synchronised or not isinstance(self.feed, IndexedFeed):
             return None
-        self._bucket_up()
+        self._ensure_buckets()
         return self._buckets.zero_buffers() if self._buckets is not None else None
 
     def _undo_uncommitted(self) -> None:
         current = self.current
-        if current is not None and not current.committed and self._statistics is not None:
-            self._statistics.put_back()
-            self._gathered.begin()
+        if current is not None and not current.committed and self._running_stats is not None:
+            self._running_stats.roll_back()
+            self._sums.clear()
             for parameter in self._buckets.parameters if self._buckets is not None else ():
                 parameter.grad = None
             scaler = self._training_state.parts.get("scaler")
             if scaler is not None:
-                forget_gradients(scaler)
+                reset_scaler(scaler)
 
-    def _bucket_up(self) -> None:
+    def _ensure_buckets(self) -> None:
+        """Lay out buckets, again if the script froze or unfroze parameters."""
         assert self.model is not None
-        assert self._statistics is not None
+        assert self._running_stats is not None
         parameters = list(self.model.parameters())
         if self._buckets is None or not self._buckets.fits(parameters):
             if self._buckets is not None:
                 self._buckets.close()
-                self._gathered.lend(self._buckets.parameters)
+                self._sums.put_into(self._buckets.parameters)
             exact = self.feed is not None and self.feed.shard_range is not None
-            self._buckets = (TreeBuckets if exact else Buckets)(parameters, self._statistics.count)
+            self._buckets = (TreeBuckets if exact else Buckets)(parameters, self._running_stats.count)
 
     # --- one step
 
@@ -143,8 +185,8 @@ class TorchTrainer(Loop):
         if current.discarded:
             return
         samples = current.micro_batches[current.index].samples
-        own = float(samples if weight is None else weight) if samples else 0.0
-        current.micro_batch_weight = own if current.shard_range is None else exact_weight(own)
+        counts = float(samples if weight is None else weight) if samples else 0.0
+        current.micro_batch_weight = counts if current.shard_range is None else exact_weight(counts)
         current.weight += current.micro_batch_weight
         if current.micro_batch_weight:
             current.loss = current.loss + loss.detach() * current.micro_batch_weight
@@ -152,64 +194,64 @@ class TorchTrainer(Loop):
         if self._session.broken:
             return
         if current.backwards == 1:
-            self._bucket_up()
+            self._ensure_buckets()
             assert self._buckets is not None
-            self._buckets.refuse_others()
-            self._gathered.begin()
-            current.gradient_norms = self._buckets.squares = self._squares(current)
+            self._buckets.refuse_foreign_gradients()
+            self._sums.clear()
+            current.gradient_norms = self._buckets.norms = self._norms_due(current)
             if isinstance(self._buckets, TreeBuckets) and current.shard_range is not None:
-                self._buckets.begin(current.shard_range)
+                self._buckets.begin_step(current.shard_range)
         try:
-            self._go_back(current, scaled)
+            self._backward_pass(current, scaled)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             self.on_out_of_memory(error)
             if current.sending and current.world.size > 1:
-                # Some of our gradients may be on their way: all of them repeat the step, in another world.
+                # Some gradients may have been sent already: all members repeat the step, in another world.
                 self._session.fail(ExchangeBroken(f"{self._session.me} ran out of memory"))
 
-    def _go_back(self, current: Step, scaled: torch.Tensor) -> None:
+    def _backward_pass(self, current: Step, scaled: torch.Tensor) -> None:
         if current.on_last_micro_batch:
             self._exchange(current, scaled)
         elif isinstance(self._buckets, TreeBuckets):
             self._sum_shard(self._buckets, current, scaled)
         elif current.micro_batch_weight and self._buckets is not None:
-            self._gathered.lend(self._buckets.parameters)
+            self._sums.put_into(self._buckets.parameters)
             scaled.backward()  # type: ignore[no-untyped-call]
-            self._halve(current)
-            self._gathered.take_back(self._buckets.parameters)
+            self._split_halves(current)
+            self._sums.take_from(self._buckets.parameters)
 
-    def _squares(self, current: Step) -> TorchGradientNorms | None:
-        """What takes the norms of this step's gradients, if it is time for that."""
-        squares = TorchGradientNorms(self.optimizers) if self.noise_sampler.due(current) else None
-        return squares if squares is not None and squares.ready else None
+    def _norms_due(self, current: Step) -> TorchGradientNorms | None:
+        """Return an object that measures the norms of this step's gradients, None if none are due."""
+        norms = TorchGradientNorms(self.optimizers) if self.noise_sampler.due(current) else None
+        return norms if norms is not None and norms.ready else None
 
-    def _halve(self, current: Step) -> None:
+    def _split_halves(self, current: Step) -> None:
         buckets = self._buckets
-        if buckets is not None and buckets.squares is not None and is_halfway(current):
-            buckets.squares.halve(buckets.parameters, current.weight)
+        if buckets is not None and buckets.norms is not None and is_halfway(current):
+            buckets.norms.split_halves(buckets.parameters, current.weight)
 
     def _sum_shard(self, buckets: TreeBuckets, current: Step, scaled: torch.Tensor) -> None:
-        assert self._statistics is not None
-        buckets.open()
+        assert self._running_stats is not None
+        buckets.begin_shard()
         if current.counts:
             scaled.backward()  # type: ignore[no-untyped-call]
-        self._statistics.send(buckets, current.micro_batch_weight / current.global_batch_size)
-        buckets.shut()
-        # Each shard begins with what the buffers were at the last commit, wherever it is computed.
-        self._statistics.put_back()
+        self._running_stats.write_to(buckets, current.micro_batch_weight / current.global_batch_size)
+        buckets.end_shard()
+        # Each shard starts from the buffers of the last commit, whichever member computes it.
+        self._running_stats.roll_back()
 
     def _exchange(self, current: Step, scaled: torch.Tensor) -> None:
         assert self._buckets is not None
-        assert self._statistics is not None
+        assert self._running_stats is not None
         session, exchange = self._session, current.exchange
         current.sending = True
         if self._slowdown is not None:
             self._slowdown.before_exchange(current.samples, current.micro_batches[-1].samples)
         try:
-            pulses = self._send_report(current)
-            self._gathered.lend(self._buckets.parameters)
+            reports = self._send_report(current)
+            self._sums.put_into(self._buckets.parameters)
             self._buckets.arm(exchange)
             if current.counts or self.synchronised:
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -217,12 +259,11 @@ class TorchTrainer(Loop):
                 self._slowdown.after_backward()
             current.compute_s = time.perf_counter() - current.started_at
             session.set_phase("exchange")
-            total = self._receive_reports(current, pulses)
-            mine = current.weight / total if total else 0.0
-            self._statistics.send(
-                self._buckets,
-                mine if current.shard_range is None else current.micro_batch_weight / current.global_batch_size,
-            )
+            total = self._receive_reports(current, reports)
+            fraction = current.weight / total if total else 0.0
+            if current.shard_range is not None:
+                fraction = current.micro_batch_weight / current.global_batch_size
+            self._running_stats.write_to(self._buckets, fraction)
             self._buckets.finish(total / current.global_batch_size if total else 1.0, current.empty)
             current.wait_s = time.perf_counter() - current.started_at - current.compute_s
             current.reduced = True
@@ -234,15 +275,15 @@ class TorchTrainer(Loop):
         finally:
             self._buckets.disarm()
 
-    # --- what guards ask (see shoal.torch.gradients.guards)
+    # --- StepGate
 
     @property
     def applied(self) -> bool:
-        """Whether the optimizers' last step was a real one."""
+        """Whether the last `optimizer.step()` changed the parameters."""
         return self.committed
 
-    def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
-        """How many steps a scheduler is to make for the one that it was asked for."""
+    def scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
+        """Return how many steps one call of `scheduler.step` makes; 0 if the step did not commit."""
         if self.current is None:
             return 1
         return self._progress(getattr(scheduler, "last_epoch", 0)) if self.committed else 0
@@ -257,63 +298,65 @@ class TorchTrainer(Loop):
         return current is not None and current.backwards > 0 and not current.committed and not self._session.broken
 
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
-        """One optimizer's step; the run's step is committed with the last one's."""
-        if self._nested:
-            return self._step(optimizer, real)
+        """Apply the gradient if the step may commit; it commits with the step of the last optimizer."""
+        if self._in_scaler:
+            return self._step_with_gain(optimizer, real)
         current = self.current
         if current is None:
-            return outside(optimizer)
-        if self._outside(current):
+            return refuse_step_outside_loop(optimizer)
+        if self._is_no_op(current):
             return None
         if not current.stepped and not self._begin_commit():
             return None
-        result = self._step(optimizer, real)
-        self._stepped(current, optimizer)
+        result = self._step_with_gain(optimizer, real)
+        self._mark_stepped(current, optimizer)
         return result
 
-    def _stepped(self, current: Step, optimizer: torch.optim.Optimizer) -> None:
+    def _mark_stepped(self, current: Step, optimizer: torch.optim.Optimizer) -> None:
         current.stepped.add(id(optimizer))
         if len(current.stepped) == len(self.optimizers):
             self._commit(current)
 
-    def _step(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+    def _step_with_gain(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
+        """Step with the learning rate scaled to the automatic batch, if there is one."""
         if self.auto is None or self.current is None:
             return real()
         with ScaledLearningRate(optimizer, self.auto.lr_gain_at(self.current.number)):
             return real()
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
-        """A scaler's step; whether it lets the optimizer step or not, it counts as that."""
+        """Let the scaler step; it counts as the optimizer's step even if the scaler skips that because of infs."""
         current = self.current
-        if current is None or self._outside(current):
+        if current is None or self._is_no_op(current):
             return None
         if not current.stepped and not self._begin_commit():
             return None
-        self._nested = True
+        self._in_scaler = True
         try:
             result = real()
         finally:
-            self._nested = False
-        self._stepped(current, optimizer)
+            self._in_scaler = False
+        self._mark_stepped(current, optimizer)
         return result
 
-    def _outside(self, current: Step) -> bool:
+    def _is_no_op(self, current: Step) -> bool:
+        """Return whether `optimizer.step` has nothing to do now; raise UnusableBackward if it must not be called."""
         if self._session.broken or not current.on_last_micro_batch or current.discarded:
             return True
         if current.committed:
             raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")
         if not current.reduced:
-            raise UnusableBackward("optimizer.step came before run.backward", do="call run.backward(loss) first")
+            raise missing_backward("optimizer.step came before run.backward", self._has_script_gradients())
         return False
 
     def _commit(self, current: Step) -> None:
-        assert self._statistics is not None
+        assert self._running_stats is not None
         assert self._buckets is not None
         if any(p.weight for p in current.reports):
-            self._statistics.receive(self._buckets)
+            self._running_stats.read_from(self._buckets)
         else:
-            self._statistics.put_back()
-        self._statistics.keep()
+            self._running_stats.roll_back()
+        self._running_stats.save()
         super()._commit(current)
 
     def on_out_of_memory(self, error: BaseException) -> None:
@@ -322,25 +365,25 @@ class TorchTrainer(Loop):
             torch.cuda.empty_cache()
 
     def refuse_scaler(self) -> None:
-        """A scaler is welcome here."""
+        """Accept a GradScaler: this mode supports it."""
 
-    # --- what synchronised BatchNorm asks (see shoal.torch.gradients.sync_batchnorm)
+    # --- BatchNormReducer
 
-    def exchange_now(self) -> tuple[Exchange | None, float]:
-        """The exchange of this step, and whether this member's samples count (1) or not (0)."""
+    def current_exchange(self) -> tuple[Exchange | None, float]:
+        """Return the exchange of this step, and 1.0 if this member's samples count, else 0.0."""
         current = self.current
         if current is None or self._session.broken:
             return None, 1.0
         return current.exchange, 0.0 if current.empty else 1.0
 
-    def lost(self, broken: ExchangeBroken) -> None:
+    def on_exchange_broken(self, broken: ExchangeBroken) -> None:
         self._session.fail(broken)
 
 
 def seed_everything(seed: int) -> None:
-    """Let all random numbers start anew: Python's, NumPy's and torch's."""
+    """Seed the generators of Python, NumPy and torch on all devices."""
     TorchRngState().seed(seed)
-    # The general way takes a stack trace for each kind of device that is not there.
+    # Skipped without devices: torch.manual_seed takes a stack trace for each kind of device that is absent.
     if _has_devices():
         torch.manual_seed(seed)
 

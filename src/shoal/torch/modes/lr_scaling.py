@@ -1,4 +1,4 @@
-"""What a global batch that is chosen while training means for learning rates."""
+"""Learning rates under an automatic global batch: scaled for single steps, so that schedulers never see the factor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class ScaledLearningRate:
-    """An optimizer's learning rates, multiplied for one step."""
+    """Context in which an optimizer's learning rates are multiplied by `gain`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, gain: float) -> None:
         self._groups, self._gain = optimizer.param_groups, gain

@@ -1,7 +1,8 @@
-"""The outer step of local training: what members have learned for themselves is averaged, and gone after.
+"""Outer optimizer of local SGD: averages the changes that members made in a round and applies them.
 
-With a learning rate of 1 and no momentum it is the mean of the members' parameters (local SGD); with Nesterov momentum
-it is that of DiLoCo.
+With a learning rate of 1 and no momentum the result is the mean of the members' parameters (local SGD, FedAvg). With
+Nesterov momentum it is DiLoCo, which treats the mean change as a gradient. Members' parameters differ within a round
+and are equal after it, because all start from the same values and add the same sum.
 """
 
 from __future__ import annotations
@@ -19,49 +20,50 @@ Values = dict[torch.nn.Parameter, torch.Tensor]
 
 
 class ParameterDeltas(Buckets):
-    """By how much a round changed each parameter, summed over members; `told` are further numbers, summed along."""
+    """Changes of the parameters in a round, averaged over members; `counts` are further numbers summed with them."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], statistics: int, told: int) -> None:
-        super().__init__(parameters, statistics + told)
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], statistics: int, counts: int) -> None:
+        super().__init__(parameters, statistics + counts)
         self.close()
-        self.statistics, self.told = torch.split(self.statistics, [statistics, told])
+        self.statistics, self.counts = torch.split(self.statistics, [statistics, counts])
 
-    def refuse_others(self) -> None:
-        """A member's gradients are its own here."""
+    def refuse_foreign_gradients(self) -> None:
+        """Accept any gradients: they are not exchanged in this mode."""
 
-    def sum_up(self, exchange: Exchange, start: Values, part: float) -> None:
-        """Let ours count for `part`; on return `each` gives the sum of all members' parts."""
-        tickets = []
+    def average(self, exchange: Exchange, start: Values, fraction: float) -> None:
+        """Sum the changes since `start` over members, this one's times `fraction`; `items` then yields the sums."""
+        works = []
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if part:
-                    torch.sub(parameter.detach(), start[parameter], out=view).mul_(part)
+                if fraction:
+                    torch.sub(parameter.detach(), start[parameter], out=view).mul_(fraction)
                 else:
                     view.zero_()
-            tickets.append(reduce(exchange, bucket.flat))
-        for ticket in tickets:
-            ticket.wait()
+            works.append(reduce(exchange, bucket.flat))
+        for work in works:
+            work.wait()
 
-    def each(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def items(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yield each parameter with its change."""
         for bucket in self._buckets:
             yield from zip(bucket.parameters, bucket.views, strict=True)
 
 
 class OuterOptimizer:
-    """The outer optimizer; all members hold the same momentum."""
+    """SGD with Nesterov momentum on the changes of a round; all members hold the same velocities."""
 
     def __init__(self, lr: float, momentum: float) -> None:
         self._lr, self._momentum = lr, momentum
         self.velocities: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def step(self, changes: ParameterDeltas, start: Values) -> None:
-        """Set every parameter to where it started, plus the step."""
-        if self._momentum and [v.shape for v in self.velocities] != [p.shape for p in changes.parameters]:
-            # The first round, or the first one in which other layers are trained.
-            self.velocities = [torch.zeros_like(start[p]) for p in changes.parameters]
-        velocities = dict(zip(changes.parameters, self.velocities, strict=True)) if self._momentum else {}
-        for parameter, change in changes.each():
+    def step(self, deltas: ParameterDeltas, start: Values) -> None:
+        """Set every parameter to its value at the start of the round plus the outer step."""
+        if self._momentum and [v.shape for v in self.velocities] != [p.shape for p in deltas.parameters]:
+            # The first round, or the first one after the script froze or unfroze layers.
+            self.velocities = [torch.zeros_like(start[p]) for p in deltas.parameters]
+        velocities = dict(zip(deltas.parameters, self.velocities, strict=True)) if self._momentum else {}
+        for parameter, change in deltas.items():
             if self._momentum:
                 velocity = velocities[parameter].mul_(self._momentum).add_(change)
                 change.add_(velocity, alpha=self._momentum)
@@ -69,28 +71,28 @@ class OuterOptimizer:
 
 
 class RoundStart:
-    """The state that a round began with: copies, so that a round that does not commit leaves no trace."""
+    """Copies of the state at the start of a round, to restore it if the round does not commit."""
 
     def __init__(self) -> None:
         self.values: Values = {}
         self._states: list[tuple[torch.optim.Optimizer, dict[Any, dict[str, Any]], list[dict[str, Any]]]] = []
         self._others: list[tuple[Any, Any]] = []
 
-    def keep(
+    def save(
         self,
         parameters: Sequence[torch.nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
         others: Sequence[Any],
     ) -> None:
-        """Remember all of it as it is now; memory of the round before is used again."""
+        """Copy everything; the memory of the previous round's copies is reused."""
         self.values = {p: _copied(p.detach(), self.values.get(p)) for p in parameters}
-        before = {id(optimizer): state for optimizer, state, _ in self._states}
-        self._states = [(o, _state_of(o, before.get(id(o), {})), _groups_of(o)) for o in optimizers]
+        previous = {id(optimizer): state for optimizer, state, _ in self._states}
+        self._states = [(o, _state_of(o, previous.get(id(o), {})), _groups_of(o)) for o in optimizers]
         self._others = [(part, copy.deepcopy(part.state_dict())) for part in others]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Make everything what it was."""
+    def restore(self) -> None:
+        """Reset everything to the copies."""
         for parameter, value in self.values.items():
             parameter.copy_(value)
         for optimizer, state, groups in self._states:
@@ -106,15 +108,15 @@ def _copied(value: torch.Tensor, into: Any) -> torch.Tensor:
     return into.copy_(value) if fits else value.clone()
 
 
-def _state_of(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+def _state_of(optimizer: torch.optim.Optimizer, previous: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     return {
         parameter: {
-            key: _copied(value, before.get(parameter, {}).get(key))
+            key: _copied(value, previous.get(parameter, {}).get(key))
             if isinstance(value, torch.Tensor)
             else copy.deepcopy(value)
-            for key, value in held.items()
+            for key, value in values.items()
         }
-        for parameter, held in optimizer.state.items()
+        for parameter, values in optimizer.state.items()
     }
 
 
@@ -128,9 +130,9 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _restore(optimizer: torch.optim.Optimizer, state: dict[Any, dict[str, Any]]) -> None:
     for parameter in [p for p in optimizer.state if p not in state]:
         del optimizer.state[parameter]
-    for parameter, kept in state.items():
-        held = optimizer.state[parameter]
-        for key in [k for k in held if k not in kept]:
-            del held[key]
-        for key, value in kept.items():
-            held[key] = _copied(value, held.get(key)) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    for parameter, saved in state.items():
+        live = optimizer.state[parameter]
+        for key in [k for k in live if k not in saved]:
+            del live[key]
+        for key, value in saved.items():
+            live[key] = _copied(value, live.get(key)) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,7 +1,8 @@
-"""The training loop of PyTorch underneath a run whose parameters are held by servers (see
-`shoal.worker.parameter_server.ticket_loop`).
+"""Training loop of PyTorch with parameter servers (``--sync async`` and ``--sync stale:K``).
 
-The gradient is pushed when the script calls its optimizer. The optimizer itself, and the schedulers, work on servers.
+See `worker.parameter_server.ticket_loop` for the loop. A trainer pushes its gradient when the script calls
+`optimizer.step()`. The optimizers and schedulers themselves step on the servers (`server_shard`), which build them from
+the same script; on a trainer they do nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import UnusableBackward
-from shoal.torch.gradients.guards import outside
+from shoal.torch.gradients.guards import missing_backward, refuse_step_outside_loop
 from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.modes.every_step import seed_everything
@@ -22,8 +23,8 @@ from shoal.torch.modes.server_shard import (
     PER_STEP,
     TorchShardLayout,
     TorchShardStore,
-    gradients_of,
-    take_over,
+    encode_push,
+    load_part,
 )
 from shoal.worker.parameter_server.rpc import Raw
 from shoal.worker.parameter_server.served_session import ServedSession
@@ -32,7 +33,7 @@ from shoal.worker.training.training_state import TrainingState
 
 
 class TorchServedTrainer(TicketLoop):
-    """Does the tickets of one loop; optimizers and schedulers ask it what may happen now."""
+    """Loop over tickets for PyTorch; also the gate of the guards (`StepGate`) and the OOM handler."""
 
     synchronised = False
 
@@ -42,10 +43,11 @@ class TorchServedTrainer(TicketLoop):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self._layout: TorchShardLayout | None = None
-        self._gathered = MicroBatchSums()
+        self._sums = MicroBatchSums()
         self._schedule_unit = 0
+        self._saw_backward = False
 
-    # --- what the loop asks
+    # --- hooks of the loop
 
     def _shard_store(self, order: SampleOrder, parts: int) -> TorchShardStore:
         assert self.model is not None
@@ -57,12 +59,12 @@ class TorchServedTrainer(TicketLoop):
 
     def _load_part(self, part: int, body: memoryview) -> None:
         assert self._layout is not None
-        take_over(self._layout, part, body)
+        load_part(self._layout, part, body)
 
     def _gradients(self, current: TicketStep) -> Mapping[int, tuple[bytes, Sequence[Raw]]]:
         layout = self._layout
         assert layout is not None
-        return {part: gradients_of(layout, part, current.weight, self._schedule_unit) for part in layout.parts}
+        return {part: encode_push(layout, part, current.weight, self._schedule_unit) for part in layout.parts}
 
     def _seed(self, seed: int) -> None:
         seed_everything(seed)
@@ -70,22 +72,26 @@ class TorchServedTrainer(TicketLoop):
     def _check_micro_batch(self, current: TicketStep, number: int) -> None:
         step = current.granted.ticket.step
         if current.backwards <= number:
-            raise UnusableBackward(
-                f"a batch of step {step} ended without run.backward", do="call run.backward(loss) for every batch"
-            )
+            raise missing_backward(f"a batch of step {step} ended without run.backward", self._has_script_gradients())
         if current.on_last_micro_batch and not current.committed:
             raise UnusableBackward(
-                f"a batch of step {step} ended without optimizer.step", do="call optimizer.step() every time"
+                f"a batch of step {step} ended without optimizer.step", do="call optimizer.step() once per batch"
             )
 
     def _end_ticket(self, current: TicketStep) -> None:
         if current.abandoned:
-            self._clear()
-        # How the script calls its schedulers, as its batches show.
+            self._clear_gradients()
+        # A call after a batch that did not end an epoch shows that the script steps its schedulers every step.
         if current.scheduled:
             self._schedule_unit = PER_STEP if not current.last_of_epoch else self._schedule_unit or PER_EPOCH
 
-    def _clear(self) -> None:
+    def _has_script_gradients(self) -> bool:
+        # Gradients of a previous ticket look the same, so only the first ticket can tell.
+        if self._saw_backward or self.model is None:
+            return False
+        return any(p.grad is not None for p in self.model.parameters())
+
+    def _clear_gradients(self) -> None:
         assert self.model is not None
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -93,7 +99,7 @@ class TorchServedTrainer(TicketLoop):
     # --- one ticket
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> None:
-        """See `Run.backward`; the gradient is that of this member's batch."""
+        """Compute the gradient of this member's batch; see `Run.backward`."""
         current = self.current
         if current is None:
             raise UnusableBackward("run.backward was called outside the training loop", do="call it in run.batches")
@@ -102,37 +108,38 @@ class TorchServedTrainer(TicketLoop):
                 "run.backward was called twice for one batch", do="add the losses, then call it once"
             )
         if current.backwards == 0:
-            self._gathered.begin()
+            self._sums.clear()
         current.backwards += 1
+        self._saw_backward = True
         if current.abandoned:
             return
         samples = current.micro_batches[current.index].samples
-        own = float(samples if weight is None else weight)
-        current.weight += own
-        if own:
-            current.loss = current.loss + loss.detach() * own
+        counts = float(samples if weight is None else weight)
+        current.weight += counts
+        if counts:
+            current.loss = current.loss + loss.detach() * counts
         if current.on_last_micro_batch and self._slowdown is not None:
             self._slowdown.before_exchange(current.samples, samples)
         try:
-            self._go_back(current, loss, own)
+            self._backward_pass(current, loss, counts)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             self.on_out_of_memory(error)
             return
         if current.on_last_micro_batch:
-            self._complete(current)
+            self._finish_gradient(current)
 
-    def _go_back(self, current: TicketStep, loss: torch.Tensor, own: float) -> None:
+    def _backward_pass(self, current: TicketStep, loss: torch.Tensor, counts: float) -> None:
         assert self.model is not None
-        self._gathered.lend(self.model.parameters())
-        if own:
-            (loss * own).backward()  # type: ignore[no-untyped-call]
+        self._sums.put_into(self.model.parameters())
+        if counts:
+            (loss * counts).backward()  # type: ignore[no-untyped-call]
         if not current.on_last_micro_batch:
-            self._gathered.take_back(self.model.parameters())
+            self._sums.take_from(self.model.parameters())
 
-    def _complete(self, current: TicketStep) -> None:
-        """All pieces are summed up: make it the mean."""
+    def _finish_gradient(self, current: TicketStep) -> None:
+        """Divide the sum over micro-batches by the total weight."""
         assert self.model is not None
         for parameter in self.model.parameters():
             if parameter.grad is not None and current.weight > 0:
@@ -140,14 +147,14 @@ class TorchServedTrainer(TicketLoop):
         if self._slowdown is not None:
             self._slowdown.after_backward()
 
-    # --- what guards ask (see shoal.torch.gradients.guards)
+    # --- StepGate
 
     @property
     def applied(self) -> bool:
         return self.committed
 
-    def schedules(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
-        """Schedulers step on the servers; that the script wanted its to is noted here."""
+    def scheduler_steps(self, scheduler: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ARG002
+        """Return 1 on a server, 0 on a trainer, where only the call itself is recorded."""
         if args or kwargs:
             raise self.unsupported("a schedule that needs a metric", "use one that counts steps or epochs")
         if not self._serving and self.current is not None and self.current.committed:
@@ -164,18 +171,18 @@ class TorchServedTrainer(TicketLoop):
         return current is not None and current.backwards > 0 and not current.committed and not current.abandoned
 
     def apply(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
-        """On a server, step; on a trainer, push the gradient when the last optimizer is asked to step."""
+        """Step on a server; on a trainer, push the gradient once all optimizers were called."""
         if self._serving:
             return real()
         current = self.current
         if current is None:
-            return outside(optimizer)
+            return refuse_step_outside_loop(optimizer)
         if current.abandoned or not current.on_last_micro_batch:
             return None
         if current.committed:
             raise UnusableBackward("optimizer.step was called twice in one step", do="call it once for each batch")
         if current.backwards <= current.index:
-            raise UnusableBackward("optimizer.step came before run.backward", do="call run.backward(loss) first")
+            raise missing_backward("optimizer.step came before run.backward", self._has_script_gradients())
         current.stepped.add(id(optimizer))
         if len(current.stepped) == len(self.optimizers):
             self._push(current)

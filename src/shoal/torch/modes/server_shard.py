@@ -1,9 +1,11 @@
-"""What a server does with gradients: it sums them up, and steps with the user's own optimizer, shard by shard.
+"""Shards of a PyTorch model on a parameter server: sum pushed gradients and step with the script's own optimizer.
 
-A step is due whenever a global batch's worth of samples has come in, whoever computed them: so the learning rate, the
-schedule and the number of steps mean what they mean in any other mode. Each shard counts for itself. The optimizer's
-and the schedulers' settings are put in place before a shard steps and taken away after it, so that shards on one server
-may be at different steps.
+A step is due whenever a global batch's worth of samples has come in, from any trainers. So the learning rate, the
+schedule and the number of steps mean the same as in any other mode.
+
+Each shard counts for itself and may be at another step than its neighbours on the same server, but they share the
+script's optimizer and scheduler objects. Therefore the settings of these (param_groups, scheduler state) are saved per
+shard: `_load_settings` installs them before a shard steps, and `_save_settings` stores them afterwards.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ PER_STEP, PER_EPOCH = 1, 2
 
 
 class TorchPushHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What the bytes of a push are: which of the shard's parameters have a gradient, and what it counts for.
+    """Header of a push: which of the shard's parameters have a gradient, and the weight of the gradient.
 
-    `pace` says how the script calls its schedulers: not known yet, every step, or every epoch.
+    `schedule_unit` tells how the script steps its schedulers: 0 if not known yet, PER_STEP or PER_EPOCH.
     """
 
     weight: float
-    pace: int
+    schedule_unit: int
     present: list[bool]
 
 
 class TorchShardLayout:
-    """Which tensors of a model are in which part; the same on every member."""
+    """Assignment of a model's tensors to parts; the same on every member."""
 
     def __init__(self, model: torch.nn.Module, parts: int) -> None:
         self.parameters = list(model.parameters())
@@ -50,29 +52,34 @@ class TorchShardLayout:
         }
 
     def buffers_of(self, part: int) -> list[torch.Tensor]:
-        """The first shard carries the buffers along."""
+        """Return the buffers of a part; all of them belong to the first shard."""
         return self.buffers if part == 1 else []
 
     def tensors_of(self, part: int) -> list[torch.Tensor]:
+        """Return the parameters and buffers of a part."""
         return [*(p.detach() for p in self.parts[part]), *(b.detach() for b in self.buffers_of(part))]
 
 
 class _TorchShardState:
-    """How far one shard is, and what its optimizers and schedulers are set to."""
+    """Progress of one shard, and the settings of its optimizers and schedulers.
+
+    `sums` and `weight` accumulate gradients since the last step, `samples` counts all samples so far, and
+    `scheduler_steps` is how often the schedulers have stepped.
+    """
 
     def __init__(self) -> None:
         self.sums: list[torch.Tensor | None] = []
         self.weight = 0.0
         self.samples = 0
         self.steps = 0
-        self.scheduled = 0
-        self.pace = 0
+        self.scheduler_steps = 0
+        self.schedule_unit = 0
         self.groups: list[list[dict[str, Any]]] = []
         self.schedules: list[Any] = []
 
 
 class TorchShardStore:
-    """The shards of a model on one server."""
+    """Shards of a model on one server; see `worker.parameter_server.parts.ShardStore`."""
 
     def __init__(
         self,
@@ -87,139 +94,145 @@ class TorchShardStore:
         self._lock = threading.RLock()
         self._groups = _settings_of(optimizers)
         self._schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
-        self._lanes = {part: self._new_lane(part) for part in self.layout.parts}
-        self._built = {part: [t.clone() for t in self.layout.tensors_of(part)] for part in self.layout.parts}
+        self._shards = {part: self._new_shard(part) for part in self.layout.parts}
+        self._initial = {part: [t.clone() for t in self.layout.tensors_of(part)] for part in self.layout.parts}
 
-    def _new_lane(self, part: int) -> _TorchShardState:
-        lane = _TorchShardState()
-        lane.sums = [None] * len(self.layout.parts[part])
-        lane.groups, lane.schedules = copy.deepcopy(self._groups), copy.deepcopy(self._schedules)
-        return lane
+    def _new_shard(self, part: int) -> _TorchShardState:
+        shard = _TorchShardState()
+        shard.sums = [None] * len(self.layout.parts[part])
+        shard.groups, shard.schedules = copy.deepcopy(self._groups), copy.deepcopy(self._schedules)
+        return shard
 
     # --- gradients
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
-        told = msgspec.msgpack.decode(how, type=TorchPushHeader)
+        """Add the gradient of a ticket to the shard; step if it completes a global batch."""
+        header = msgspec.msgpack.decode(how, type=TorchPushHeader)
         parameters, buffers = self.layout.parts[part], self.layout.buffers_of(part)
-        wanted = [p for p, present in zip(parameters, told.present, strict=True) if present]
-        pieces = _tensors(body, [*wanted, *buffers])
+        with_gradient = [p for p, present in zip(parameters, header.present, strict=True) if present]
+        tensors = iter(_decode_tensors(body, [*with_gradient, *buffers]))
         with self._lock, torch.no_grad():
-            lane = self._lanes[part]
-            gradients = iter(pieces)
-            for index, present in enumerate(told.present):
+            shard = self._shards[part]
+            for index, present in enumerate(header.present):
                 if present:
-                    _add(lane, index, next(gradients), told.weight)
+                    _add(shard, index, next(tensors), header.weight)
             fraction = min(1.0, samples / self._order.size)
-            for buffer, pushed in zip(buffers, gradients, strict=True):
+            for buffer, pushed in zip(buffers, tensors, strict=True):
                 _blend(buffer, pushed, fraction)
-            lane.weight += told.weight
-            lane.samples += samples
-            lane.pace = told.pace or lane.pace
-            due = self._order.steps_within(lane.samples) - lane.steps
+            shard.weight += header.weight
+            shard.samples += samples
+            shard.schedule_unit = header.schedule_unit or shard.schedule_unit
+            due = self._order.steps_within(shard.samples) - shard.steps
             if due > 0:
-                self._step(part, lane, due)
+                self._step(part, shard, due)
 
-    def _step(self, part: int, lane: _TorchShardState, due: int) -> None:
-        """One step with all that has come in; a ticket that completes two short batches counts as both."""
+    def _step(self, part: int, shard: _TorchShardState, due: int) -> None:
+        """Step once with the mean of all pushed gradients; a ticket that completes two short batches counts as both."""
         parameters = self.layout.parts[part]
-        self._put_in_place(lane)
-        self._schedule(lane)
-        for parameter, total in zip(parameters, lane.sums, strict=True):
-            if total is not None and lane.weight > 0:
-                parameter.grad = (total / lane.weight).to(parameter.dtype)
+        self._load_settings(shard)
+        self._advance_schedulers(shard)
+        for parameter, total in zip(parameters, shard.sums, strict=True):
+            if total is not None and shard.weight > 0:
+                parameter.grad = (total / shard.weight).to(parameter.dtype)
         for optimizer in self._optimizers:
             _step_with(optimizer)
         for parameter in parameters:
             parameter.grad = None
-        lane.sums, lane.weight = [None] * len(parameters), 0.0
-        lane.steps += due
-        self._schedule(lane)
-        self._take_away(lane)
+        shard.sums, shard.weight = [None] * len(parameters), 0.0
+        shard.steps += due
+        self._advance_schedulers(shard)
+        self._save_settings(shard)
 
-    def _schedule(self, lane: _TorchShardState) -> None:
-        epochs = lane.steps // self._order.steps_per_epoch
-        target = lane.steps if lane.pace == PER_STEP else epochs if lane.pace == PER_EPOCH else lane.scheduled
-        for _ in range(target - lane.scheduled):
+    def _advance_schedulers(self, shard: _TorchShardState) -> None:
+        """Step the schedulers to where the shard's steps or epochs put them, once the unit is known."""
+        epochs = shard.steps // self._order.steps_per_epoch
+        target = {PER_STEP: shard.steps, PER_EPOCH: epochs}.get(shard.schedule_unit, shard.scheduler_steps)
+        for _ in range(target - shard.scheduler_steps):
             for scheduler in self._schedulers:
                 scheduler.step()
-        lane.scheduled = max(lane.scheduled, target)
+        shard.scheduler_steps = max(shard.scheduler_steps, target)
 
-    def _put_in_place(self, lane: _TorchShardState) -> None:
-        for optimizer, groups in zip(self._optimizers, lane.groups, strict=True):
+    def _load_settings(self, shard: _TorchShardState) -> None:
+        for optimizer, groups in zip(self._optimizers, shard.groups, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(settings)
-        for scheduler, saved in zip(self._schedulers, lane.schedules, strict=True):
+        for scheduler, saved in zip(self._schedulers, shard.schedules, strict=True):
             scheduler.load_state_dict(copy.deepcopy(saved))
 
-    def _take_away(self, lane: _TorchShardState) -> None:
-        lane.groups = _settings_of(self._optimizers)
-        lane.schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
+    def _save_settings(self, shard: _TorchShardState) -> None:
+        shard.groups = _settings_of(self._optimizers)
+        shard.schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
 
     # --- reading
 
     def version(self, part: int) -> int:
-        return self._lanes[part].steps
+        """Return how many steps a part has made."""
+        return self._shards[part].steps
 
     def parameters(self, part: int) -> list[Bytes]:
+        """Return copies of a part's parameters and buffers."""
         with self._lock:
-            return [each.copy() for each in state.as_bytes(self.layout.tensors_of(part))]
+            return [data.copy() for data in state.as_bytes(self.layout.tensors_of(part))]
 
     def steps(self) -> int:
-        """How many steps all shards here have made."""
-        return min((lane.steps for lane in self._lanes.values()), default=0)
+        """Return how many steps all shards of this server have made."""
+        return min((shard.steps for shard in self._shards.values()), default=0)
 
-    # --- handing over
+    # --- replication
 
     def capture(self, part: int) -> tuple[bytes, list[Bytes]]:
+        """Return a header and copies of everything in a part, including optimizer state."""
         with self._lock:
             header, tensors = state.capture({"shard": _StateDictHolder(self._saved(part))})
             return header, state.as_bytes(tensors)
 
     def install(self, part: int, header: bytes, buffers: Sequence[Raw]) -> None:
+        """Replace everything in a part by what `capture` returned elsewhere."""
         saved = state.read(header, [np.frombuffer(buffer, np.uint8) for buffer in buffers])["shard"]
         with self._lock, torch.no_grad():
             for tensor, value in zip(self.layout.tensors_of(part), saved["tensors"], strict=True):
                 tensor.copy_(value)
-            for parameter, held in zip(self.layout.parts[part], saved["optimizers"], strict=True):
-                for optimizer, kept in zip(self._optimizers, held, strict=True):
+            for parameter, states in zip(self.layout.parts[part], saved["optimizers"], strict=True):
+                for optimizer, values in zip(self._optimizers, states, strict=True):
                     optimizer.state.pop(parameter, None)
-                    if kept:
-                        optimizer.state[parameter] = _cloned(kept)
-            lane = self._lanes[part] = _TorchShardState()
-            lane.sums = [None if each is None else each.clone() for each in saved["sums"]]
-            lane.groups, lane.schedules = saved["groups"], saved["schedules"]
-            lane.weight, lane.samples, lane.steps = saved["weight"], saved["samples"], saved["steps"]
-            lane.scheduled, lane.pace = saved["scheduled"], saved["pace"]
+                    if values:
+                        optimizer.state[parameter] = _cloned(values)
+            shard = self._shards[part] = _TorchShardState()
+            shard.sums = [None if total is None else total.clone() for total in saved["sums"]]
+            shard.groups, shard.schedules = saved["groups"], saved["schedules"]
+            shard.weight, shard.samples, shard.steps = saved["weight"], saved["samples"], saved["steps"]
+            shard.scheduler_steps, shard.schedule_unit = saved["scheduler_steps"], saved["schedule_unit"]
 
     def reset(self, part: int) -> None:
+        """Reset a part to the values the script initialised it with."""
         with self._lock, torch.no_grad():
-            for tensor, built in zip(self.layout.tensors_of(part), self._built[part], strict=True):
-                tensor.copy_(built)
+            for tensor, initial in zip(self.layout.tensors_of(part), self._initial[part], strict=True):
+                tensor.copy_(initial)
             for parameter in self.layout.parts[part]:
                 for optimizer in self._optimizers:
                     optimizer.state.pop(parameter, None)
-            self._lanes[part] = self._new_lane(part)
+            self._shards[part] = self._new_shard(part)
 
     def _saved(self, part: int) -> dict[str, Any]:
-        lane = self._lanes[part]
+        shard = self._shards[part]
         return {
             "tensors": [t.clone() for t in self.layout.tensors_of(part)],
             "optimizers": [
                 [dict(optimizer.state.get(p) or {}) for optimizer in self._optimizers] for p in self.layout.parts[part]
             ],
-            "sums": list(lane.sums),
-            "groups": lane.groups,
-            "schedules": lane.schedules,
-            "weight": lane.weight,
-            "samples": lane.samples,
-            "steps": lane.steps,
-            "scheduled": lane.scheduled,
-            "pace": lane.pace,
+            "sums": list(shard.sums),
+            "groups": shard.groups,
+            "schedules": shard.schedules,
+            "weight": shard.weight,
+            "samples": shard.samples,
+            "steps": shard.steps,
+            "scheduler_steps": shard.scheduler_steps,
+            "schedule_unit": shard.schedule_unit,
         }
 
 
 class _StateDictHolder:
-    """A dict as a part of a state."""
+    """Wrapper that gives a dict the interface of a `Stateful`."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -228,7 +241,7 @@ class _StateDictHolder:
         return self._values
 
     def load_state_dict(self, saved: Any) -> None:
-        """It is read, never loaded."""
+        """Do nothing: the dict is only captured."""
 
 
 def _step_with(optimizer: torch.optim.Optimizer) -> None:
@@ -237,56 +250,57 @@ def _step_with(optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:
         raise UnsupportedWithServers(
             f"{type(optimizer).__name__} cannot step with a part of the model: {type(error).__name__}: {error}",
-            why="servers have the gradients of their own parameters only; those of all others are None",
-            do="use an optimizer that passes over parameters without a gradient, or --sync step",
+            why="a server has gradients of its own parameters only; those of all others are None",
+            do="use an optimizer that skips parameters without a gradient, or --sync step",
         ) from error
 
 
-def gradients_of(layout: TorchShardLayout, part: int, weight: float, pace: int) -> tuple[bytes, list[Bytes]]:
-    """What a trainer pushes of its gradient to one part."""
+def encode_push(layout: TorchShardLayout, part: int, weight: float, schedule_unit: int) -> tuple[bytes, list[Bytes]]:
+    """Return the header and the bytes that a trainer pushes to one part: gradients, then buffers."""
     parameters = layout.parts[part]
     present = [p.grad is not None for p in parameters]
     tensors = [p.grad.to(p.dtype) for p in parameters if p.grad is not None]
     tensors += [b.detach() for b in layout.buffers_of(part)]
-    return msgspec.msgpack.encode(TorchPushHeader(weight, pace, present)), state.as_bytes(tensors)
+    return msgspec.msgpack.encode(TorchPushHeader(weight, schedule_unit, present)), state.as_bytes(tensors)
 
 
-def take_over(layout: TorchShardLayout, part: int, body: memoryview) -> None:
+def load_part(layout: TorchShardLayout, part: int, body: memoryview) -> None:
     """Write pulled parameters into a trainer's model."""
     tensors = layout.tensors_of(part)
     with torch.no_grad():
-        for tensor, value in zip(tensors, _tensors(body, tensors), strict=True):
+        for tensor, value in zip(tensors, _decode_tensors(body, tensors), strict=True):
             tensor.copy_(value)
 
 
-def _tensors(body: memoryview, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors over bytes that follow each other without gaps."""
-    if len(body) != sum(tensor.nbytes for tensor in like):
-        raise MalformedFrame("the bytes of a gradient are not those of the model")
-    found, start = [], 0
+def _decode_tensors(body: memoryview, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the shapes in `like` from bytes without gaps; raise MalformedFrame if the sizes differ."""
+    expected = sum(tensor.nbytes for tensor in like)
+    if len(body) != expected:
+        raise MalformedFrame(f"the tensors of a part have {expected} bytes, but {len(body)} arrived")
+    tensors, start = [], 0
     for tensor in like:
-        piece = body[start : start + tensor.nbytes]
+        data = body[start : start + tensor.nbytes]
         start += tensor.nbytes
         if tensor.numel() == 0:
-            found.append(torch.empty_like(tensor, device="cpu"))
+            tensors.append(torch.empty_like(tensor, device="cpu"))
             continue
-        # A copy, because the bytes may lie at any address.
-        raw = torch.from_numpy(np.frombuffer(piece, np.uint8).copy())
-        found.append(raw.view(tensor.dtype).view(tensor.shape))
-    return found
+        # Copied, because the bytes may not be aligned.
+        raw = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        tensors.append(raw.view(tensor.dtype).view(tensor.shape))
+    return tensors
 
 
-def _add(lane: _TorchShardState, index: int, gradient: torch.Tensor, weight: float) -> None:
-    known = lane.sums[index]
-    if known is None:
+def _add(shard: _TorchShardState, index: int, gradient: torch.Tensor, weight: float) -> None:
+    total = shard.sums[index]
+    if total is None:
         exact = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
-        lane.sums[index] = gradient.to(exact) * weight
+        shard.sums[index] = gradient.to(exact) * weight
     else:
-        known.add_(gradient, alpha=weight)
+        total.add_(gradient, alpha=weight)
 
 
 def _blend(buffer: torch.Tensor, pushed: torch.Tensor, fraction: float) -> None:
-    """Running statistics move towards each trainer's by its part of a batch; counters follow the largest."""
+    """Move running statistics towards the trainer's by its fraction of a batch; keep the largest of counters."""
     if buffer.is_floating_point():
         buffer.lerp_(pushed.to(buffer), fraction)
     elif buffer.is_complex() or buffer.dtype == torch.bool:
@@ -302,5 +316,5 @@ def _settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[dict[
     ]
 
 
-def _cloned(kept: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
+def _cloned(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""Loads what servers wrote into a model: its parameters and buffers, and nothing that trains them."""
+"""Loads a checkpoint that parameter servers wrote into a model: parameters and buffers, no optimizer state."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from shoal.worker.parameter_server.sharded_checkpoint import Parts
 
 
 def load(parts: Mapping[str, Any], shards: Parts) -> None:
-    """Load the shards of a checkpoint into the model that is part of the script's state."""
+    """Load the shards of a checkpoint into `parts["model"]`; raise ModelMismatch, before any change, if they differ."""
     model: torch.nn.Module = parts["model"]
     layout = TorchShardLayout(model, 1 + len(shards))
-    found = {part: state.read(header, buffers)["shard"]["tensors"] for part, (header, buffers) in shards.items()}
-    _check(model, layout, found)
+    saved = {part: state.read(header, buffers)["shard"]["tensors"] for part, (header, buffers) in shards.items()}
+    _check(model, layout, saved)
     with torch.no_grad():
-        for part, tensors in found.items():
+        for part, tensors in saved.items():
             for tensor, value in zip(layout.tensors_of(part), tensors, strict=True):
                 tensor.copy_(value)
 
 
-def _check(model: torch.nn.Module, layout: TorchShardLayout, found: Mapping[int, list[torch.Tensor]]) -> None:
-    """Tensors have no names there, so that those that one of the two lacks have to tell what differs."""
-    if all([_kind(t) for t in layout.tensors_of(part)] == [_kind(t) for t in there] for part, there in found.items()):
+def _check(model: torch.nn.Module, layout: TorchShardLayout, saved: Mapping[int, list[torch.Tensor]]) -> None:
+    """Raise ModelMismatch unless types and shapes agree; saved tensors have no names, so surplus ones are listed."""
+    if all(list(map(_kind, layout.tensors_of(part))) == list(map(_kind, tensors)) for part, tensors in saved.items()):
         return
-    left = Counter(_kind(tensor) for tensors in found.values() for tensor in tensors)
-    only_here = []
+    unmatched = Counter(_kind(tensor) for tensors in saved.values() for tensor in tensors)
+    only_in_model = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        left[kind := _kind(tensor)] -= 1
-        only_here += [f"{name} {kind}"] if left[kind] < 0 else []
-    texts = {"only here": only_here, "only there": list(left.elements())}
+        unmatched[kind := _kind(tensor)] -= 1
+        only_in_model += [f"{name} {kind}"] if unmatched[kind] < 0 else []
+    texts = {"only in this model": only_in_model, "only in the checkpoint": list(unmatched.elements())}
     why = "; ".join(f"{text}: {', '.join(names[:5])}" for text, names in texts.items() if names)
     raise ModelMismatch(
-        "the parameters and buffers of the run do not fit the model that this process has built",
-        why=why or "they come in another order",
+        "the checkpoint does not fit the model of this process",
+        why=why or "the same tensors, but in another order",
         do="build the same model in every process",
     )
 

@@ -1,8 +1,28 @@
-"""The training state of a member as a header and raw buffers, and back, without pickle.
+"""Capture and restore of a member's training state, as a header and raw buffers, without pickle.
 
-A part is anything with `state_dict` and `load_state_dict`. Its tree becomes the header (msgpack); the bytes of its
-tensors and arrays become the buffers. Parameters and optimizer state are not copied: the buffers are their memory,
-which changes only in `optimizer.step()`. Everything else could change at any time, and is copied.
+Theory of operation. A joiner gets the state of a peer, and a checkpoint stores the state of the run. Both need all of
+it: model, optimizers, schedulers, scaler, position in the data, and whatever the script registered with `run.state`. A
+*part* is any of these, an object with `state_dict` and `load_state_dict`.
+
+*Header and buffers.* `capture` walks the state_dict of every part (`encode`). Containers, numbers and text become the
+header, one msgpack message of some kilobytes. Tensors and arrays become entries of the header that say where their
+bytes lie: which buffer, which offset, dtype, shape and strides (`tensor_layout`). The buffers are the bulk. They are
+sent, hashed and written as they are, with no serialisation in between, and `restore` puts tensors over the received
+bytes without another copy. Tensors that share memory (tied weights) share a buffer and are tied again.
+
+*Live memory.* Copying a large model takes long, and the state is captured between two steps while all members wait. So
+the buffers of parameters and optimizer state are not copies: they are the tensors' own memory, which nothing but
+`optimizer.step()` changes. A peer may read them while the next forward and backward passes run; the loop copies what is
+still pending before it lets the optimizer step (`TrainingState.before_change`). Everything else (BatchNorm statistics,
+counters, random states) may change at any time, is small, and is copied at once.
+
+*Why no pickle.* State comes over the network and from disk, and unpickling runs code of the sender's choice. It also
+ties both ends to the same classes, and copies every tensor. The format here can express values only; a header
+that is corrupt or hostile is refused with StateMalformed, and an object that is not plain data is refused by name, with
+its path, when it is captured (StateUnsupported), instead of failing on another machine.
+
+*Checks first.* `restore` changes nothing until the names of all parts and the shapes and dtypes of model and optimizer
+groups are known to fit. A mismatch raises ModelMismatch and leaves the member as it was.
 """
 
 from __future__ import annotations
@@ -18,9 +38,6 @@ from numpy.typing import NDArray
 
 from shoal.errors import ModelMismatch, StateMalformed
 from shoal.torch.state.encode import StateDecoder, StateEncoder, canonical
-from shoal.torch.state.fingerprint import describe as describe
-from shoal.torch.state.fingerprint import describe_difference as describe_difference
-from shoal.torch.state.fingerprint import fingerprint as fingerprint
 from shoal.torch.state.tensor_layout import Memory, TensorInfo, memory_of
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -29,7 +46,7 @@ FORMAT = 1
 
 
 class Stateful(Protocol):
-    """Something whose state is handed over: a model, an optimizer, a scheduler, a scaler, the user's own."""
+    """Object whose state is transferred: a model, optimizer, scheduler, scaler, or one of the script's own."""
 
     def state_dict(self) -> Any: ...
 
@@ -60,15 +77,15 @@ def as_bytes(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
 
 
 def capture_bytes(parts: Mapping[str, Stateful]) -> tuple[bytes, list[Bytes]]:
-    """Return the state of all parts as a header and bytes, for whoever sends or stores it."""
+    """Return the state of all parts as a header and bytes, ready to be sent or stored."""
     header, tensors = capture(parts)
     return header, as_bytes(tensors)
 
 
 def restore(parts: Mapping[str, Stateful], header: bytes, buffers: Sequence[Bytes]) -> None:
-    """Load a captured state into the parts, after checking that all of it fits them.
+    """Load a captured state into the parts; raise ModelMismatch, before any change, if it does not fit them.
 
-    The buffers are given away: an optimizer may keep using their memory as its state.
+    The caller must not use the buffers any more: an optimizer may keep their memory as its state.
     """
     states = read(header, buffers)
     _check_names(parts, states)
@@ -78,7 +95,7 @@ def restore(parts: Mapping[str, Stateful], header: bytes, buffers: Sequence[Byte
         try:
             part.load_state_dict(states[name])
         except Exception as error:
-            error.add_note(f"while loading the state of {name!r} that another member or a checkpoint gave")
+            error.add_note(f"while loading the state of {name!r} from another member or a checkpoint")
             raise
         _undo_casts(part, states[name])
 
@@ -97,8 +114,9 @@ def read(header: bytes, buffers: Sequence[Bytes]) -> dict[str, Any]:
     sizes = [buffer.nbytes for buffer in buffers]
     if sizes != decoded.sizes:
         raise StateMalformed(
-            "the buffers of a state are not those that its header describes",
-            why=f"{len(sizes)} buffers of {sum(sizes)} bytes, not {len(decoded.sizes)} of {sum(decoded.sizes)}",
+            "the buffers of a state do not match its header",
+            why=f"expected {len(decoded.sizes)} buffers of {sum(decoded.sizes)} bytes in all, got {len(sizes)} of "
+            f"{sum(sizes)}",
         )
     decoder = StateDecoder(decoded.tensors, buffers)
     return {name: decoder.decode(tree) for name, tree in decoded.parts.items()}
@@ -122,7 +140,7 @@ def _live_memory(part: Stateful) -> Container[Memory]:
     if hasattr(part, "param_groups"):
         return _AllMemory()
     if isinstance(part, torch.nn.Module):
-        return {memory_of(each) for each in part.parameters() if not torch.nn.parameter.is_lazy(each)}
+        return {memory_of(p) for p in part.parameters() if not torch.nn.parameter.is_lazy(p)}
     return ()
 
 
@@ -130,7 +148,7 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     whole = tensor.detach().contiguous()
     if whole.numel() == 0:
         return np.empty(0, np.uint8)
-    # A tensor of one element is contiguous whatever its stride, which a view as bytes is not.
+    # A tensor of one element counts as contiguous with any stride, but cannot be viewed as bytes with any stride.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).cpu().numpy()
 
 
@@ -138,10 +156,10 @@ def _check_names(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> No
     missing, unexpected = sorted(parts.keys() - states.keys()), sorted(states.keys() - parts.keys())
     if missing or unexpected:
         raise ModelMismatch(
-            "the state of the run does not have the parts that this member has",
+            "the run's state has other parts than this member",
             why="; ".join(
                 f"{text}: {', '.join(names)}"
-                for text, names in (("only here", missing), ("only there", unexpected))
+                for text, names in (("only on this member", missing), ("only in the run", unexpected))
                 if names
             ),
             do="attach the same model, optimizer, scheduler and states on every member",
@@ -157,35 +175,38 @@ def _check_fits(name: str, part: Stateful, state: Any) -> None:
         return
     if why:
         raise ModelMismatch(
-            f"the state of {name!r} does not fit the one that this member has built",
+            f"the run's state of {name!r} does not fit the one on this member",
             why=why,
             do="build the same model and optimizer on every member",
         )
 
 
-def _module_difference(mine: Mapping[str, Any], theirs: Any) -> str:
-    if not isinstance(theirs, dict):
+def _module_difference(expected: Mapping[str, Any], state: Any) -> str:
+    """Return the first difference between a model's state_dict and a received state; empty if it fits."""
+    if not isinstance(state, dict):
         return "it is not the state of a model"
-    for text, names in (("only here", mine.keys() - theirs.keys()), ("only there", theirs.keys() - mine.keys())):
+    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    for text, names in (("only on this member", missing), ("only in the run", unexpected)):
         if names:
-            return f"{text}: {', '.join(sorted(names)[:5])}"
-    for key, here in mine.items():
-        there = theirs[key]
-        if not isinstance(here, torch.Tensor) or torch.nn.parameter.is_lazy(here):
+            return f"{text}: {', '.join(names[:5])}"
+    for key, tensor in expected.items():
+        received = state[key]
+        if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
             continue
-        if not isinstance(there, torch.Tensor):
-            return f"{key} is a tensor here, but {type(there).__name__} there"
-        if here.shape != there.shape or here.dtype != there.dtype:
-            return f"{key} is {_type_of(here)} here, but {_type_of(there)} there"
+        if not isinstance(received, torch.Tensor):
+            return f"{key} is a tensor on this member but {type(received).__name__} in the run"
+        if tensor.shape != received.shape or tensor.dtype != received.dtype:
+            return f"{key} is {_type_of(tensor)} on this member but {_type_of(received)} in the run"
     return ""
 
 
-def _groups_difference(mine: Sequence[Mapping[str, Any]], state: Any) -> str:
-    theirs = state.get("param_groups") if isinstance(state, dict) else None
-    if not isinstance(theirs, list) or not all(isinstance(g, dict) and "params" in g for g in theirs):
+def _groups_difference(groups: Sequence[Mapping[str, Any]], state: Any) -> str:
+    """Return how the parameter groups of a received state differ; empty if they fit."""
+    received = state.get("param_groups") if isinstance(state, dict) else None
+    if not isinstance(received, list) or not all(isinstance(g, dict) and "params" in g for g in received):
         return "it is not the state of an optimizer"
-    here, there = [len(group["params"]) for group in mine], [len(group["params"]) for group in theirs]
-    return "" if here == there else f"its groups have {here} parameters here, but {there} there"
+    expected, actual = [len(g["params"]) for g in groups], [len(g["params"]) for g in received]
+    return "" if expected == actual else f"its groups have {expected} parameters on this member but {actual} in the run"
 
 
 def _type_of(tensor: torch.Tensor) -> str:
@@ -193,18 +214,18 @@ def _type_of(tensor: torch.Tensor) -> str:
 
 
 def _undo_casts(part: Stateful, state: Any) -> None:
-    """Give an optimizer its state in the type that it was sent in.
+    """Restore the dtypes of an optimizer's state to those that were sent.
 
-    torch's Optimizer.load_state_dict turns every tensor into the parameter's type; an optimizer that keeps float32
-    moments of bfloat16 parameters would go on with other numbers than the member that sent them.
+    torch's Optimizer.load_state_dict casts every tensor to the dtype of its parameter; an optimizer that keeps float32
+    moments of bfloat16 parameters would continue with other numbers than the member that sent them.
     """
-    held = getattr(part, "state", None)
-    if not isinstance(part, torch.optim.Optimizer) or held is None:
+    live = getattr(part, "state", None)
+    if not isinstance(part, torch.optim.Optimizer) or live is None:
         return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in part.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, sent in state["state"].get(number, {}).items():
-            kept = held[parameter].get(key)
-            if isinstance(kept, torch.Tensor) and isinstance(sent, torch.Tensor) and kept.dtype != sent.dtype:
-                held[parameter][key] = sent.to(kept.device)
+            loaded = live[parameter].get(key)
+            if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor) and loaded.dtype != sent.dtype:
+                live[parameter][key] = sent.to(loaded.device)

@@ -1,6 +1,9 @@
-"""A state_dict as plain msgpack values: every kind of value that is not msgpack's own has a tag.
+"""Encoding of a state_dict as plain msgpack values; types that msgpack does not have become tagged lists.
 
-Tensors and arrays are numbered; where their bytes lie is decided once all are known, because several may share memory.
+A tuple (1, 2) becomes ["tuple", [1, 2]], a dict ["dict", [[key, value], …]]: msgpack would turn the first into a list,
+and cannot have keys of any type. A list is tagged too, so that an untagged list cannot occur. Tensors and arrays become
+["tensor", number]: they are numbered, and where their bytes lie is decided once all are known, because several may
+share memory.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class StateWalker(ABC):
-    """Turns a value into msgpack values; what becomes of a tensor or an array is the subclass's affair."""
+    """Walk over a value that yields msgpack values; subclasses decide what a tensor or an array becomes.
+
+    Values that cannot be encoded raise StateUnsupported with their path.
+    """
 
     def __init__(self, name: str = "") -> None:
         self._path = [name]
@@ -38,11 +44,11 @@ class StateWalker(ABC):
 
     @abstractmethod
     def tensor(self, value: torch.Tensor) -> list[Any]:
-        """What stands for a tensor."""
+        """Return what a tensor becomes."""
 
     @abstractmethod
     def array(self, value: NDArray[Any]) -> list[Any]:
-        """What stands for an array."""
+        """Return what an array becomes."""
 
     def pairs(self, value: dict[Any, Any]) -> list[Any]:
         return [[self.visit(key), self._inside(key, item)] for key, item in value.items()]
@@ -115,32 +121,32 @@ class StateWalker(ABC):
 
     def _tensor(self, value: torch.Tensor) -> list[Any]:
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            self.refuse(value, "only plain tensors can be handed over")
+            self.refuse(value, "only plain tensors can be transferred")
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             self.refuse(value, "it is sparse, quantized or without memory")
         return self.tensor(value.detach().resolve_conj().resolve_neg())
 
     def _array(self, value: NDArray[Any]) -> list[Any]:
         if value.dtype.kind not in "biufcSUMm":
-            self.refuse(value, f"arrays of {value.dtype} cannot be handed over")
+            self.refuse(value, f"arrays of {value.dtype} cannot be transferred")
         return self.array(value)
 
     def _scalar(self, value: np.generic) -> list[Any]:
         if value.dtype.kind not in "biufcSUMm":
-            self.refuse(value, f"scalars of {value.dtype} cannot be handed over")
+            self.refuse(value, f"scalars of {value.dtype} cannot be transferred")
         return ["scalar", value.dtype.str, value.tobytes()]
 
     def refuse(self, value: Any, why: str) -> NoReturn:
         kind = type(value)
         raise StateUnsupported(
-            f"{''.join(self._path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be handed over",
-            why=why or "state travels without pickle, as numbers, text, tensors, arrays and containers of these",
+            f"{''.join(self._path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be transferred",
+            why=why or "state is sent without pickle, as numbers, text, tensors, arrays and containers of these",
             do='save it as plain values: run.state("name", save, load)',
         )
 
 
 class StateEncoder(StateWalker):
-    """Encodes the trees of several parts, and lays out the memory of all their tensors together."""
+    """Encoder of the state of several parts, whose tensors share one layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +169,7 @@ class StateEncoder(StateWalker):
     def array(self, value: NDArray[Any]) -> list[Any]:
         flat = torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8).copy())
         memory = memory_of(flat)
-        self._live.add(memory)  # nobody else has this copy
+        self._live.add(memory)  # a fresh copy that nothing changes
         return ["array", value.dtype.str, list(value.shape), self._number(flat, memory)]
 
     def layout(self) -> tuple[list[TensorInfo], list[torch.Tensor]]:
@@ -180,7 +186,7 @@ class StateEncoder(StateWalker):
 
 
 class CanonicalEncoder(StateWalker):
-    """Encodes values only: how they lie in memory, and the order of keys, make no difference."""
+    """Encoder for checksums: depends on values only, not on memory layout or the order of keys."""
 
     def tensor(self, value: torch.Tensor) -> list[Any]:
         whole = value.contiguous()
@@ -201,7 +207,7 @@ def canonical(value: Any, name: str) -> Any:
 
 
 class StateDecoder:
-    """Builds values from an encoded tree, with tensors over the buffers; strict, because the tree may be garbage."""
+    """Decoder of encoded values, with tensors over the buffers; raises StateMalformed for anything invalid."""
 
     def __init__(self, tensors: Sequence[TensorInfo], buffers: Sequence[Bytes]) -> None:
         with _malformed():
@@ -227,7 +233,7 @@ class StateDecoder:
     def _odict(self, pairs: list[Any], metadata: Any) -> OrderedDict[Any, Any]:
         value = OrderedDict(self._items(pairs))
         if metadata is not None:
-            # torch keeps the versions of modules in an attribute of the state_dict
+            # torch keeps the versions of modules in this attribute of a state_dict.
             value._metadata = self._value(metadata)  # type: ignore[attr-defined]
         return value
 
@@ -268,11 +274,11 @@ def _malformed() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise StateMalformed("the header of a state describes no valid value", why=str(error)) from error
+        raise StateMalformed("the header of a state is invalid", why=str(error)) from error
 
 
 def _plain(dtype: str) -> np.dtype[Any]:
     plain = np.dtype(dtype)
     if plain.kind not in "biufcSUMm":
-        raise ValueError(f"arrays of {dtype} are not handed over")
+        raise ValueError(f"arrays of {dtype} cannot be transferred")
     return plain

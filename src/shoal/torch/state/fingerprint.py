@@ -1,75 +1,59 @@
-"""What must be equal on all members before they train together, as a short hash and as text that can be compared."""
+"""Fingerprint of a script: what must be equal on all members before they train together.
+
+It is text of the form ``key=value;key=value``, which the coordinator compares (`core.membership.draft.difference`). The
+parameters, the buffers and the optimizer are listed in full if the list is short, so that the error can name the tensor
+that differs; the list of a large model is replaced by its length, its number of elements and its hash. Values of
+tensors, learning rates and other options of the optimizer may differ: joiners receive them from a peer.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-_SECTIONS = {
-    "parameter": "the parameters",
-    "buffer": "the buffers",
-    "optimizer": "the optimizer",
-    "setting": "the data and settings",
-}
+# Longer lists are hashed: a fingerprint is journalled each time a member joins.
+LISTED_CHARACTERS = 2000
 
 
-def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, str | int]) -> str:
-    """Return one line for each parameter, buffer, optimizer group and setting."""
-    lines = [
-        f"parameter {name} {_type_of(each)}{'' if each.requires_grad else ' frozen'}"
-        for name, each in model.named_parameters()
-    ]
-    lines += [f"buffer {name} {_type_of(each)}" for name, each in model.named_buffers()]
-    if optimizer is not None:
-        lines += _describe_optimizer(model, optimizer)
-    lines += [f"setting {key} {extra[key]}" for key in sorted(extra)]
-    return "\n".join(lines)
+def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, object]) -> str:
+    """Return the fingerprint of a model, its optimizer and the settings that members must agree on."""
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    sections: dict[str, object] = {
+        "parameters": _tensors(parameters),
+        "buffers": _tensors(buffers),
+        "optimizer": _listed(_optimizer_lines(model, optimizer), ""),
+    }
+    return ";".join(f"{key}={value}" for key, value in (sections | dict(settings)).items())
 
 
-def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, str | int]) -> str:
-    """Return a short text that is equal on members that can train together."""
-    return fingerprint_of(describe(model, optimizer, extra))
+def _tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    lines = [f"{name} {_type_of(tensor)}{_frozen(tensor)}" for name, tensor in named]
+    elements = sum(0 if torch.nn.parameter.is_lazy(tensor) else tensor.numel() for _, tensor in named)
+    return _listed(lines, f"{len(named)} tensors of {elements} elements ")
 
 
-def fingerprint_of(description: str) -> str:
-    """Return the fingerprint of a description: one hash a section, so that it tells what kind of thing differs."""
-    lines = description.split("\n")
-    return "-".join(
-        hashlib.sha256("\n".join(line for line in lines if line.startswith(f"{section} ")).encode()).hexdigest()[:12]
-        for section in _SECTIONS
-    )
+def _listed(lines: Iterable[str], summary: str) -> str:
+    """Return the lines as a list, or their summary and hash if that is too long."""
+    text = ", ".join(line.replace(";", ",") for line in lines)
+    if len(text) <= LISTED_CHARACTERS:
+        return text or "none"
+    return f"{summary}SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def what_differs(mine: str, theirs: str) -> str:
-    """Say in a few words what kind of thing differs between two fingerprints; empty if they are equal."""
-    pairs = zip(_SECTIONS.values(), mine.split("-"), theirs.split("-"), strict=False)
-    words = [word for word, here, there in pairs if here != there]
-    return " and ".join(words) if words or mine == theirs else "something"
-
-
-def describe_difference(mine: str, theirs: str) -> str:
-    """Say in one sentence where two descriptions first differ; empty if they are equal."""
-    for here, there in zip_longest(mine.split("\n"), theirs.split("\n"), fillvalue=""):
-        if here == there:
-            continue
-        subject, other = " ".join(here.split(" ")[:2]), " ".join(there.split(" ")[:2])
-        if subject == other:
-            return f"{subject} is {here[len(subject) + 1 :]} here, but {there[len(other) + 1 :]} there"
-        return f"{here or 'nothing'} here, where there is {there or 'nothing'} there"
-    return ""
-
-
-def _describe_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def _optimizer_lines(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    lines = [f"optimizer class {type(optimizer).__name__}"]
+    lines = [type(optimizer).__name__]
     for index, group in enumerate(optimizer.param_groups):
         members = ",".join(str(numbers.get(id(parameter), "other")) for parameter in group["params"])
         options = ",".join(sorted(key for key in group if key not in ("params", "param_names")))
-        lines.append(f"optimizer group-{index} parameters {members} with {options}")
+        lines.append(f"group-{index} parameters {members} with {options}")
     return lines
+
+
+def _frozen(tensor: torch.Tensor) -> str:
+    return " frozen" if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad else ""
 
 
 def _type_of(tensor: torch.Tensor) -> str:

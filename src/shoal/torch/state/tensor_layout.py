@@ -1,4 +1,8 @@
-"""Where tensors lie in memory: which bytes of which buffers are theirs, and tensors over such buffers."""
+"""Layout of tensors in byte buffers: which bytes of which buffer belong to each tensor, and tensors over buffers.
+
+Tensors that overlap in memory (views, tied weights) share a buffer, so that their bytes are sent once and they overlap
+again when they are rebuilt. Small buffers are pooled, because each buffer costs a message.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).valu
 
 
 class TensorInfo(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Where one tensor lies: in which buffer, from which byte on, with which shape and strides (in elements)."""
+    """Position of one tensor: buffer, offset in it, dtype, shape and strides (in elements)."""
 
     buffer: int
     offset_bytes: int
@@ -31,14 +35,14 @@ class TensorInfo(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return what two tensors have in common if they share memory: the device and the address of the storage."""
+    """Return the device and the address of a tensor's storage; equal for tensors that share it."""
     return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
 def lay_out(tensors: Sequence[torch.Tensor], live: Container[Memory]) -> tuple[list[TensorInfo], list[torch.Tensor]]:
-    """Return where each tensor lies, and flat byte buffers; memory that is not in `live` is copied.
+    """Return the position of each tensor, and flat byte buffers; memory that is not in `live` is copied.
 
-    Tensors that fill one piece of memory, or overlap in it, share a buffer; otherwise each has its own.
+    Tensors of one storage share a buffer if they cover it or overlap in it; otherwise each has its own.
     """
     together: dict[Memory, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -66,10 +70,10 @@ def lay_out(tensors: Sequence[torch.Tensor], live: Container[Memory]) -> tuple[l
 
 
 def rebuild(infos: Sequence[TensorInfo], buffers: Sequence[Bytes]) -> list[torch.Tensor]:
-    """Return tensors over the buffers; strict, because the infos may be garbage.
+    """Return tensors over the buffers; raise StateMalformed if an info is invalid.
 
-    Tensors that overlap share a storage, as they did before; any other has one of its own that begins with it, because
-    some functions of torch (such as set_rng_state) go wrong on a tensor in the middle of a storage.
+    Tensors that overlap share a storage, as they did before. Any other has its own storage that begins with it, because
+    some functions of torch (such as set_rng_state) are wrong for a tensor in the middle of a storage.
     """
     writable = [(buffer if buffer.flags.writeable else buffer.copy()).reshape(-1) for buffer in buffers]
     spans = [_checked_span(info, writable) for info in infos]
@@ -90,11 +94,12 @@ def _checked_span(info: TensorInfo, buffers: Sequence[Bytes]) -> tuple[int, int]
     dtype = DTYPES.get(info.dtype)
     if dtype is None:
         raise StateMalformed(
-            f"a state has a tensor of type {info.dtype}, which this version of torch does not know",
+            f"a state has a tensor of unknown type {info.dtype}",
+            why=f"torch {torch.__version__} does not have this type",
             do="install the same version of torch everywhere",
         )
     if len(info.shape) != len(info.strides) or min([0, *info.shape, *info.strides]) < 0:
-        raise StateMalformed("the header of a state describes an impossible tensor", why=repr(info))
+        raise StateMalformed("the header of a state describes an invalid tensor", why=repr(info))
     if 0 in info.shape:
         return 0, 0
     stop = info.offset_bytes + _span(info.shape, info.strides) * dtype.itemsize
@@ -108,7 +113,7 @@ def _overlapping(infos: Sequence[TensorInfo], spans: Sequence[tuple[int, int]]) 
     filled = [number for number, (start, stop) in enumerate(spans) if start < stop]
     numbers: list[int] = []
     first = end = 0
-    for number in sorted(filled, key=lambda each: (infos[each].buffer, *spans[each])):
+    for number in sorted(filled, key=lambda index: (infos[index].buffer, *spans[index])):
         start, stop = spans[number]
         if numbers and (infos[number].buffer != infos[numbers[0]].buffer or start >= end):
             yield numbers, first, end
@@ -129,7 +134,7 @@ def _tensor(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
 
 
 def _pooled(infos: list[TensorInfo], buffers: list[torch.Tensor]) -> tuple[list[TensorInfo], list[torch.Tensor]]:
-    """Copy the small buffers of each device into one, because each buffer costs its readers a message."""
+    """Copy the small buffers of each device into one, because each buffer costs a message."""
     places: dict[int, tuple[int, int]] = {}
     large: list[torch.Tensor] = []
     small: dict[str, list[int]] = {}
@@ -142,9 +147,9 @@ def _pooled(infos: list[TensorInfo], buffers: list[torch.Tensor]) -> tuple[list[
     for indices in small.values():
         padded = [_padded(buffers[index]) for index in indices]
         offset = 0
-        for index, each in zip(indices, padded, strict=True):
+        for index, buffer in zip(indices, padded, strict=True):
             places[index] = (len(large), offset)
-            offset += each.numel()
+            offset += buffer.numel()
         large.append(torch.cat(padded))
     for info in infos:
         info.buffer, shift = places[info.buffer]
@@ -163,7 +168,7 @@ def _start(tensor: torch.Tensor) -> int:
 def _extent(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     """Return the first byte and the end of the memory that the tensors use in their storage."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    ends = [_start(each) + each.element_size() * _span(each.shape, each.stride()) for each in filled]
+    ends = [_start(t) + t.element_size() * _span(t.shape, t.stride()) for t in filled]
     return min(map(_start, filled), default=0), max(ends, default=0)
 
 

@@ -1,4 +1,4 @@
-"""What `run.batches` of PyTorch is asked for in numbers."""
+"""Numeric arguments of `run.batches` and `run.stream`."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ DATA = TensorDataset(torch.zeros(16, 2))
     ],
     ids=str,
 )
-def test_numbers_that_are_none_are_refused_where_they_are_passed(wrong: dict[str, Any]) -> None:
+def test_invalid_number_is_refused_with_its_name_and_value(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(BadSize, match=f"{name}=.*{value}") as refused:
         shoal.join().batches(DATA, **{"size": 4, **wrong})
     assert refused.value.do
 
 
-def test_a_stream_has_a_whole_size() -> None:
+def test_stream_size_must_be_an_integer() -> None:
     with pytest.raises(BadSize, match="size='64'"):
         shoal.join().stream([[1, 2]], size="64")  # type: ignore[arg-type]
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_integer_is_accepted() -> None:
     assert checked_int("size", np.int64(4)) == 4

@@ -1,4 +1,4 @@
-"""Every kind of value that training state holds survives the way to another member; what cannot is named."""
+"""Captured state is restored with every type of value; unsupported values are named."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shoal.errors import ModelMismatch, StateMalformed, StateUnsupported
 from shoal.torch.state import capture as state
 
 
-class Own:
-    """State of the user's own, as run.state makes it."""
+class ScriptState:
+    """State of the script's own, as `run.state` wraps it."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -33,11 +33,11 @@ def copied(tensors) -> list[np.ndarray]:
     return [buffer.copy() for buffer in state.as_bytes(tensors)]
 
 
-def sent(value: Any) -> Any:
-    header, buffers = state.capture({"own": Own(value)})
-    receiver = Own()
+def round_trip(value: Any) -> Any:
+    header, buffers = state.capture({"own": ScriptState(value)})
+    receiver = ScriptState()
     state.restore({"own": receiver}, header, copied(buffers))
-    assert state.checksum({"own": Own(value)}) == state.checksum({"own": receiver})
+    assert state.checksum({"own": ScriptState(value)}) == state.checksum({"own": receiver})
     return receiver.value
 
 
@@ -56,19 +56,19 @@ def model() -> torch.nn.Module:
         {True: 1, 2: "int", "2": "str"},
     ],
 )  # fmt: skip
-def test_plain_values_come_back_with_their_type(value):
-    got = sent(value)
-    assert got == value
-    assert type(got) is type(value)
-    assert isinstance(value, set) or repr(got) == repr(value)
+def test_plain_value_keeps_its_type(value):
+    restored = round_trip(value)
+    assert restored == value
+    assert type(restored) is type(value)
+    assert isinstance(value, set) or repr(restored) == repr(value)
 
 
-def test_nan_comes_back():
-    assert math.isnan(sent({"x": math.nan})["x"])
+def test_nan_is_restored():
+    assert math.isnan(round_trip({"x": math.nan})["x"])
 
 
-def test_the_order_of_keys_stays():
-    assert list(sent({"z": 1, "a": 2, 3: 3})) == ["z", "a", 3]
+def test_order_of_keys_is_kept():
+    assert list(round_trip({"z": 1, "a": 2, 3: 3})) == ["z", "a", 3]
 
 
 DTYPES = [
@@ -80,13 +80,13 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_type_come_back_bit_for_bit(dtype):
+def test_tensor_of_every_dtype_is_restored_bit_for_bit(dtype):
     raw = torch.arange(64, dtype=torch.uint8)
     value = (raw % 2).view(torch.bool) if dtype == torch.bool else raw.view(dtype)
-    got = sent({"t": value})["t"]
-    assert got.dtype == dtype
-    assert got.shape == value.shape
-    assert torch.equal(got.view(torch.uint8), value.view(torch.uint8))
+    restored = round_trip({"t": value})["t"]
+    assert restored.dtype == dtype
+    assert restored.shape == value.shape
+    assert torch.equal(restored.view(torch.uint8), value.view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_tensors_of_every_type_come_back_bit_for_bit(dtype):
     ],
     ids=range(12),
 )
-def test_tensors_of_every_shape_come_back(value):
-    got = sent([value])[0]
-    assert type(got) is torch.Tensor
-    assert not got.requires_grad
-    assert got.shape == value.shape
-    assert torch.equal(got, value.detach())
+def test_tensor_of_every_layout_is_restored(value):
+    restored = round_trip([value])[0]
+    assert type(restored) is torch.Tensor
+    assert not restored.requires_grad
+    assert restored.shape == value.shape
+    assert torch.equal(restored, value.detach())
 
 
 @pytest.mark.parametrize(
@@ -124,62 +124,62 @@ def test_tensors_of_every_shape_come_back(value):
     ],
     ids=range(13),
 )  # fmt: skip
-def test_numpy_arrays_come_back(value):
-    got = sent({"n": value})["n"]
-    assert type(got) is type(value)
-    assert got.dtype == value.dtype
-    assert got.shape == value.shape
-    np.testing.assert_array_equal(got, value)
+def test_numpy_array_is_restored(value):
+    restored = round_trip({"n": value})["n"]
+    assert type(restored) is type(value)
+    assert restored.dtype == value.dtype
+    assert restored.shape == value.shape
+    np.testing.assert_array_equal(restored, value)
 
 
 @pytest.mark.parametrize(
     "value",
     [np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.str_("ü"), np.str_(""), np.float64("nan")],
 )
-def test_numpy_scalars_come_back(value):
-    got = sent(value)
-    assert type(got) is type(value)
-    assert got.tobytes() == value.tobytes()
+def test_numpy_scalar_is_restored(value):
+    restored = round_trip(value)
+    assert type(restored) is type(value)
+    assert restored.tobytes() == value.tobytes()
 
 
-def test_random_states_come_back():
+def test_random_states_are_restored():
     value = {
         "python": random.Random(1).getstate(),
         "numpy": np.random.RandomState(1).get_state(),
         "generator": np.random.default_rng(1).bit_generator.state,
         "torch": torch.Generator().manual_seed(1).get_state(),
     }
-    got = sent(value)
+    restored = round_trip(value)
     again = random.Random()
-    again.setstate(got["python"])
+    again.setstate(restored["python"])
     assert again.random() == random.Random(1).random()
-    assert got["generator"] == value["generator"]
+    assert restored["generator"] == value["generator"]
     generator = torch.Generator()
-    generator.set_state(got["torch"])
+    generator.set_state(restored["torch"])
     assert torch.rand(1, generator=generator) == torch.rand(1, generator=torch.Generator().manual_seed(1))
 
 
-def test_a_tensor_under_two_keys_travels_once_and_stays_one():
+def test_tensor_under_two_keys_is_sent_once_and_stays_shared():
     shared = torch.arange(50_000.0)
-    header, buffers = state.capture({"a": Own({"x": shared, "y": shared}), "b": Own(shared)})
+    header, buffers = state.capture({"a": ScriptState({"x": shared, "y": shared}), "b": ScriptState(shared)})
     assert sum(buffer.numel() for buffer in buffers) == shared.nbytes
-    first, second = Own(), Own()
+    first, second = ScriptState(), ScriptState()
     state.restore({"a": first, "b": second}, header, copied(buffers))
     first.value["x"][0] = -1
     assert first.value["y"][0] == second.value[0] == -1
 
 
-def test_overlapping_views_travel_once_and_stay_views():
+def test_overlapping_views_are_sent_once_and_stay_views():
     whole = torch.arange(50_000.0)
     header, buffers = state.capture(
-        {"a": Own({"whole": whole, "part": whole[10:20], "square": whole.view(100, 500).t()})}
+        {"a": ScriptState({"whole": whole, "part": whole[10:20], "square": whole.view(100, 500).t()})}
     )
     assert sum(buffer.numel() for buffer in buffers) == whole.nbytes
-    got = Own()
-    state.restore({"a": got}, header, copied(buffers))
-    got.value["whole"][10] = -1
-    assert got.value["part"][0] == -1
-    assert got.value["square"][10, 0] == -1
+    restored = ScriptState()
+    state.restore({"a": restored}, header, copied(buffers))
+    restored.value["whole"][10] = -1
+    assert restored.value["part"][0] == -1
+    assert restored.value["square"][10, 0] == -1
 
 
 def test_parameters_and_optimizer_state_are_not_copied():
@@ -193,9 +193,9 @@ def test_parameters_and_optimizer_state_are_not_copied():
     assert optimizer.state[net.weight]["exp_avg"].data_ptr() in addresses
 
 
-def test_what_the_forward_pass_may_change_is_copied():
+def test_buffers_of_a_module_are_copied():
     net = torch.nn.BatchNorm1d(20_000)
-    _, buffers = state.capture({"model": net, "own": Own(torch.ones(20_000))})
+    _, buffers = state.capture({"model": net, "own": ScriptState(torch.ones(20_000))})
     before = [buffer.copy() for buffer in state.as_bytes(buffers)]
     net(torch.randn(4, 20_000))
     for old, new in zip(before, state.as_bytes(buffers), strict=True):
@@ -203,11 +203,11 @@ def test_what_the_forward_pass_may_change_is_copied():
 
 
 def test_small_tensors_share_a_buffer():
-    _, buffers = state.capture({"own": Own([torch.tensor(float(number)) for number in range(100)])})
+    _, buffers = state.capture({"own": ScriptState([torch.tensor(float(number)) for number in range(100)])})
     assert len(buffers) == 1
 
 
-def test_loading_keeps_the_parameter_objects():
+def test_restore_keeps_the_parameter_objects():
     source, target = model(), model()
     kept = list(target.parameters())
     header, buffers = state.capture({"model": source})
@@ -216,7 +216,7 @@ def test_loading_keeps_the_parameter_objects():
     assert state.checksum({"model": source}) == state.checksum({"model": target})
 
 
-def test_restored_state_does_not_depend_on_read_only_memory():
+def test_restored_state_is_independent_of_read_only_memory():
     source, target = torch.nn.Linear(200, 100), torch.nn.Linear(200, 100)
     optimizers = [torch.optim.Adam(net.parameters()) for net in (source, target)]
     source(torch.ones(1, 200)).sum().backward()
@@ -232,16 +232,16 @@ def test_restored_state_does_not_depend_on_read_only_memory():
     assert all(np.array_equal(old, new) for old, new in zip(before, read_only, strict=True))
 
 
-def test_the_checksum_sees_one_bit():
+def test_checksum_changes_with_one_bit():
     value = torch.zeros(1000)
-    before = state.checksum({"own": Own(value)})
+    before = state.checksum({"own": ScriptState(value)})
     value[500] = -0.0
-    assert state.checksum({"own": Own(value)}) != before
+    assert state.checksum({"own": ScriptState(value)}) != before
 
 
-def test_the_checksum_does_not_see_how_tensors_lie_in_memory():
+def test_checksum_ignores_memory_layout():
     value = torch.arange(12.0).reshape(3, 4)
-    assert state.checksum({"o": Own(value.t())}) == state.checksum({"o": Own(value.t().contiguous())})
+    assert state.checksum({"o": ScriptState(value.t())}) == state.checksum({"o": ScriptState(value.t().contiguous())})
 
 
 Point = namedtuple("Point", "x y")
@@ -256,63 +256,63 @@ Point = namedtuple("Point", "x y")
     ],
     ids=range(12),
 )  # fmt: skip
-def test_what_cannot_travel_is_named_with_its_path_and_a_remedy(value):
+def test_unsupported_value_is_named_with_its_path_and_a_remedy(value):
     with pytest.raises(StateUnsupported) as caught:
-        state.capture({"own": Own({"layers": [{"x": 1}, {3: value}]})})
+        state.capture({"own": ScriptState({"layers": [{"x": 1}, {3: value}]})})
     assert "own['layers'][1][3]" in caught.value.what
     assert "run.state(" in caught.value.do
     assert caught.value.code == "S310"
 
 
-def test_a_container_that_contains_itself_is_named():
+def test_container_that_contains_itself_is_refused():
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(StateUnsupported, match="own"):
-        state.capture({"own": Own(loop)})
+        state.capture({"own": ScriptState(loop)})
 
 
-def test_a_missing_part_is_named_before_anything_is_loaded():
-    header, buffers = state.capture({"model": model(), "old": Own(1)})
-    target, new = model(), Own("untouched")
+def test_missing_part_is_named_before_anything_is_loaded():
+    header, buffers = state.capture({"model": model(), "old": ScriptState(1)})
+    target, new = model(), ScriptState("untouched")
     before = state.checksum({"model": target})
     with pytest.raises(ModelMismatch) as caught:
         state.restore({"model": target, "new": new}, header, copied(buffers))
-    assert "only here: new" in caught.value.why
-    assert "only there: old" in caught.value.why
+    assert "only on this member: new" in caught.value.why
+    assert "only in the run: old" in caught.value.why
     assert (state.checksum({"model": target}), new.value) == (before, "untouched")
 
 
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (torch.nn.Linear(3, 5), "weight is float32[5, 3] here, but float32[4, 3] there"),
-        (torch.nn.Linear(3, 4, bias=False), "only there: bias"),
-        (torch.nn.Linear(3, 4).double(), "weight is float64[4, 3] here"),
+        (torch.nn.Linear(3, 5), "weight is float32[5, 3] on this member but float32[4, 3] in the run"),
+        (torch.nn.Linear(3, 4, bias=False), "only in the run: bias"),
+        (torch.nn.Linear(3, 4).double(), "weight is float64[4, 3] on this member"),
     ],
 )
-def test_a_model_that_differs_is_refused_before_anything_is_loaded(other, why):
-    header, buffers = state.capture({"own": Own("sent"), "model": torch.nn.Linear(3, 4)})
-    own = Own("untouched")
+def test_different_model_is_refused_before_anything_is_loaded(other, why):
+    header, buffers = state.capture({"own": ScriptState("sent"), "model": torch.nn.Linear(3, 4)})
+    own = ScriptState("untouched")
     with pytest.raises(ModelMismatch) as caught:
         state.restore({"own": own, "model": other}, header, copied(buffers))
     assert why in caught.value.why
     assert own.value == "untouched"
 
 
-def test_an_optimizer_with_other_groups_is_refused():
-    one, two = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
-    header, buffers = state.capture({"optimizer": torch.optim.SGD(one.parameters())})
-    other = torch.optim.SGD([{"params": [two.weight]}, {"params": [two.bias]}])
+def test_optimizer_with_other_groups_is_refused():
+    source, target = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    header, buffers = state.capture({"optimizer": torch.optim.SGD(source.parameters())})
+    other = torch.optim.SGD([{"params": [target.weight]}, {"params": [target.bias]}])
     with pytest.raises(ModelMismatch, match="does not fit"):
         state.restore({"optimizer": other}, header, copied(buffers))
 
 
 def test_buffers_of_the_wrong_size_are_refused():
-    header, buffers = state.capture({"own": Own(torch.ones(9))})
+    header, buffers = state.capture({"own": ScriptState(torch.ones(9))})
     with pytest.raises(StateMalformed):
-        state.restore({"own": Own()}, header, [copied(buffers)[0][:-1]])
+        state.restore({"own": ScriptState()}, header, [copied(buffers)[0][:-1]])
     with pytest.raises(StateMalformed):
-        state.restore({"own": Own()}, header, [])
+        state.restore({"own": ScriptState()}, header, [])
 
 
 @pytest.mark.parametrize(
@@ -332,36 +332,36 @@ def test_buffers_of_the_wrong_size_are_refused():
     ],
     ids=range(15),
 )  # fmt: skip
-def test_a_garbled_header_is_refused(header):
-    own = Own("untouched")
+def test_invalid_header_is_refused(header):
+    own = ScriptState("untouched")
     with pytest.raises(StateMalformed):
         state.restore({"own": own}, header, [])
     assert own.value == "untouched"
 
 
-def test_a_tensor_outside_its_buffer_is_refused():
+def test_tensor_outside_its_buffer_is_refused():
     header = msgspec.msgpack.encode([1, {"own": ["tensor", 0]}, [[0, 4, "float32", [2], [1]]], [8]])
     with pytest.raises(StateMalformed, match="outside"):
-        state.restore({"own": Own()}, header, [np.zeros(8, np.uint8)])
+        state.restore({"own": ScriptState()}, header, [np.zeros(8, np.uint8)])
 
 
-def test_a_loader_of_the_users_that_fails_is_named():
-    class Picky(Own):
+def test_failing_load_state_dict_is_named():
+    class Picky(ScriptState):
         def load_state_dict(self, value: Any) -> None:
             raise KeyError("epoch")
 
-    header, buffers = state.capture({"mine": Picky({})})
+    header, buffers = state.capture({"picky": Picky({})})
     with pytest.raises(KeyError) as caught:
-        state.restore({"mine": Picky()}, header, copied(buffers))
-    assert any("'mine'" in note for note in caught.value.__notes__)
+        state.restore({"picky": Picky()}, header, copied(buffers))
+    assert any("'picky'" in note for note in caught.value.__notes__)
 
 
-def test_module_versions_travel_with_the_model():
-    got = sent(torch.nn.BatchNorm1d(3).state_dict())
-    assert got._metadata[""]["version"] == 2
+def test_module_versions_are_restored():
+    restored = round_trip(torch.nn.BatchNorm1d(3).state_dict())
+    assert restored._metadata[""]["version"] == 2
 
 
-def test_one_element_with_a_strange_stride_is_still_its_own_bytes():
+def test_single_element_with_any_stride_has_its_own_bytes():
     strange = torch.arange(4.0)[1::2][:1]
     assert strange.stride() == (2,)
     assert state.as_bytes([strange])[0].view(np.float32).tolist() == [1.0]

@@ -1,4 +1,4 @@
-"""A copy that receives the state of a training goes on exactly like the original, bit for bit."""
+"""A copy that restores captured state continues like the original, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 class Training:
-    """A model, an optimizer and perhaps a scheduler that train on fixed data."""
+    """Model, optimizer and optional scheduler that train on fixed data."""
 
     def __init__(self, optimizer: str = "SGD", options: dict[str, Any] | None = None, scheduler: str = "") -> None:
         torch.manual_seed(1)
@@ -84,16 +84,16 @@ class Training:
             elif self.scheduler:
                 self.scheduler.step()
 
-    def give_to(self, other: Training) -> None:
+    def send_to(self, other: Training) -> None:
         header, tensors = state.capture(self.parts)
         state.restore(other.parts, header, [buffer.copy() for buffer in state.as_bytes(tensors)])
 
 
-def goes_on_alike(make: Callable[[], Training]) -> None:
+def check_continuation(make: Callable[[], Training]) -> None:
     original, copy = make(), make()
     original.train(0, 5)
     torch.nn.init.zeros_(next(copy.model.parameters()))
-    original.give_to(copy)
+    original.send_to(copy)
     assert state.checksum(original.parts) == state.checksum(copy.parts)
     original.train(5, 12)
     copy.train(5, 12)
@@ -101,37 +101,37 @@ def goes_on_alike(make: Callable[[], Training]) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_copy_goes_on_alike_with_every_optimizer(name):
-    goes_on_alike(lambda: Training(name))
+def test_copy_continues_like_the_original_with_every_optimizer(name):
+    check_continuation(lambda: Training(name))
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_copy_goes_on_alike_with_every_scheduler(name):
-    goes_on_alike(lambda: Training("SGD", scheduler=name))
+def test_copy_continues_like_the_original_with_every_scheduler(name):
+    check_continuation(lambda: Training("SGD", scheduler=name))
 
 
-def test_a_copy_that_has_trained_elsewhere_goes_on_like_the_one_that_it_received():
+def test_copy_with_other_training_continues_like_the_original():
     original, copy = Training("AdamW"), Training("AdamW")
     original.train(0, 5)
     copy.train(20, 40)
-    original.give_to(copy)
+    original.send_to(copy)
     original.train(5, 8)
     copy.train(5, 8)
     assert state.checksum(original.parts) == state.checksum(copy.parts)
 
 
-def test_a_state_from_before_the_first_step_can_be_received_after_many():
+def test_state_before_the_first_step_can_be_restored_after_many():
     original, copy = Training("AdamW"), Training("AdamW")
     copy.train(0, 5)
-    original.give_to(copy)
+    original.send_to(copy)
     assert state.checksum(original.parts) == state.checksum(copy.parts)
 
 
-def test_a_learning_rate_in_a_tensor_goes_on_alike():
-    goes_on_alike(lambda: Training("Adam", {"lr": torch.tensor(0.01)}, "ExponentialLR"))
+def test_learning_rate_in_a_tensor_is_restored():
+    check_continuation(lambda: Training("Adam", {"lr": torch.tensor(0.01)}, "ExponentialLR"))
 
 
-def test_the_state_of_a_gradient_scaler_comes_back():
+def test_state_of_a_grad_scaler_is_restored():
     scaler, copy = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (1024.0, 2.0))
     header, buffers = state.capture({"scaler": scaler})
     state.restore({"scaler": copy}, header, state.as_bytes(buffers))
@@ -139,22 +139,22 @@ def test_the_state_of_a_gradient_scaler_comes_back():
 
 
 class Float32Momentum(torch.optim.Optimizer):
-    """Keeps its momentum in float32 whatever the parameters are, and counts in int64."""
+    """Optimizer that keeps its momentum in float32 for any parameters, and counts in int64."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            held = self.state[parameter]
-            held.setdefault("momentum", torch.zeros(parameter.shape, dtype=torch.float32))
-            held.setdefault("count", torch.zeros(1, dtype=torch.int64))
-            held["momentum"].mul_(0.9).add_(parameter.grad.float())
-            held["count"] += 1
-            parameter.data.sub_(held["momentum"].mul(0.01).to(parameter.dtype))
+            values = self.state[parameter]
+            values.setdefault("momentum", torch.zeros(parameter.shape, dtype=torch.float32))
+            values.setdefault("count", torch.zeros(1, dtype=torch.int64))
+            values["momentum"].mul_(0.9).add_(parameter.grad.float())
+            values["count"] += 1
+            parameter.data.sub_(values["momentum"].mul(0.01).to(parameter.dtype))
 
 
-def test_optimizer_state_of_another_type_than_the_parameters_is_not_rounded():
+def test_optimizer_state_keeps_its_own_dtype():
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         net = torch.nn.Linear(5, 3).bfloat16()
         return net, Float32Momentum(net.parameters())
@@ -168,7 +168,7 @@ def test_optimizer_state_of_another_type_than_the_parameters_is_not_rounded():
     assert state.checksum({"o": optimizer}) == state.checksum({"o": copy})
 
 
-def test_what_is_captured_is_what_a_later_freeze_would_have_to_copy():
+def test_copied_buffers_hold_the_state_at_capture():
     training = Training("Adam")
     training.train(0, 2)
     before = state.checksum(training.parts)

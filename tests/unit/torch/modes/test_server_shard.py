@@ -1,4 +1,4 @@
-"""What a server makes of gradients that arrive piece by piece is what one optimizer would have made of them."""
+"""A server that sums pushed gradients makes the same steps as one optimizer with the whole batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shoal.torch.modes.server_shard import (
     PER_STEP,
     TorchShardLayout,
     TorchShardStore,
-    gradients_of,
-    take_over,
+    encode_push,
+    load_part,
 )
 
 ORDER = SampleOrder(samples=32, size=8, epochs=4)
@@ -42,29 +42,29 @@ def compute(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     torch.nn.functional.mse_loss(model.eval()(x), y).backward()
 
 
-def as_push(layout: TorchShardLayout, part: int, weight: float, pace: int) -> tuple[bytes, memoryview]:
-    how, pieces = gradients_of(layout, part, weight, pace)
-    return how, memoryview(b"".join(piece.tobytes() for piece in pieces))
+def as_push(layout: TorchShardLayout, part: int, weight: float, schedule_unit: int) -> tuple[bytes, memoryview]:
+    header, tensors = encode_push(layout, part, weight, schedule_unit)
+    return header, memoryview(b"".join(tensor.tobytes() for tensor in tensors))
 
 
 class Pair:
-    """A trainer's model, and a vault with the parameters."""
+    """Model of a trainer, and the store of a server with the same parameters."""
 
     def __init__(self, parts: int = 3, kind: str = "adam") -> None:
         self.model, _, _ = build(kind)
         self.layout = TorchShardLayout(self.model, parts)
-        there, optimizer, scheduler = build(kind)
-        self.vault = TorchShardStore(there, [optimizer], [scheduler], ORDER, parts)
+        model, optimizer, scheduler = build(kind)
+        self.store = TorchShardStore(model, [optimizer], [scheduler], ORDER, parts)
 
-    def push(self, weight: int, pace: int = 0, parts: tuple[int, ...] | None = None) -> None:
+    def push(self, weight: int, schedule_unit: int = 0, parts: tuple[int, ...] | None = None) -> None:
         for part in parts or tuple(self.layout.parts):
-            how, body = as_push(self.layout, part, weight, pace)
-            self.vault.apply(part, how, weight, body)
+            header, body = as_push(self.layout, part, weight, schedule_unit)
+            self.store.apply(part, header, weight, body)
 
     def pull(self) -> None:
         for part in self.layout.parts:
-            body = b"".join(piece.tobytes() for piece in self.vault.parameters(part))
-            take_over(self.layout, part, memoryview(body))
+            body = b"".join(data.tobytes() for data in self.store.parameters(part))
+            load_part(self.layout, part, memoryview(body))
 
 
 def alone(steps: int, kind: str = "adam", per_epoch: bool = False) -> dict[str, torch.Tensor]:
@@ -77,18 +77,18 @@ def alone(steps: int, kind: str = "adam", per_epoch: bool = False) -> dict[str, 
     return model.state_dict()
 
 
-def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return all(torch.allclose(mine[k].double(), theirs[k].double(), atol=1e-12) for k in mine if "num_" not in k)
+def same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(state[k].double(), other[k].double(), atol=1e-12) for k in state if "num_" not in k)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 6])
-@pytest.mark.parametrize("pieces", [(8,), (3, 5), (2, 2, 4)])
-def test_pieces_of_a_batch_make_one_step(parts: int, pieces: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("tickets", [(8,), (3, 5), (2, 2, 4)])
+def test_tickets_of_a_batch_make_one_step(parts: int, tickets: tuple[int, ...]) -> None:
     pair = Pair(parts)
     for step in range(6):
         start = 0
         pair.pull()
-        for size in pieces:
+        for size in tickets:
             compute(pair.model, *batch(step, start, start + size))
             pair.push(size, PER_STEP)
             start += size
@@ -96,7 +96,7 @@ def test_pieces_of_a_batch_make_one_step(parts: int, pieces: tuple[int, ...]) ->
     assert same(pair.model.state_dict(), alone(6))
 
 
-def test_a_schedule_by_epochs_advances_by_epochs() -> None:
+def test_scheduler_of_epochs_advances_once_per_epoch() -> None:
     pair = Pair()
     for step in range(9):
         pair.pull()
@@ -106,26 +106,26 @@ def test_a_schedule_by_epochs_advances_by_epochs() -> None:
     assert same(pair.model.state_dict(), alone(9, per_epoch=True))
 
 
-def test_a_pace_that_is_learned_late_is_made_up_for() -> None:
-    late, known = Pair(), Pair()
+def test_scheduler_catches_up_once_its_unit_is_known() -> None:
+    late, early = Pair(), Pair()
     for step in range(4):
-        for pair in (late, known):
+        for pair in (late, early):
             pair.pull()
             compute(pair.model, *batch(step))
         late.push(8, PER_STEP if step else 0)
-        known.push(8, PER_STEP)
+        early.push(8, PER_STEP)
     late.pull()
-    known.pull()
-    assert same(late.model.state_dict(), known.model.state_dict())
+    early.pull()
+    assert same(late.model.state_dict(), early.model.state_dict())
 
 
-def test_shards_may_be_at_different_steps() -> None:
+def test_shards_step_independently() -> None:
     pair = Pair(3)
     compute(pair.model, *batch(0))
     pair.push(8, PER_STEP, parts=(1,))
     compute(pair.model, *batch(1))
     pair.push(8, PER_STEP, parts=(1,))
-    assert (pair.vault.version(1), pair.vault.version(2)) == (2, 0)
+    assert (pair.store.version(1), pair.store.version(2)) == (2, 0)
     compute(pair.model, *batch(0))
     pair.push(8, PER_STEP, parts=(2,))
     compute(pair.model, *batch(1))
@@ -134,15 +134,15 @@ def test_shards_may_be_at_different_steps() -> None:
     for step in range(2):
         fixed = copy.deepcopy(build()[0])
         compute(fixed, *batch(step))
-        for mine, theirs in zip(model.parameters(), fixed.parameters(), strict=True):
-            mine.grad = theirs.grad
+        for parameter, source in zip(model.parameters(), fixed.parameters(), strict=True):
+            parameter.grad = source.grad
         optimizer.step()
         scheduler.step()
     pair.pull()
     assert same(pair.model.state_dict(), model.state_dict())
 
 
-def test_a_copy_goes_on_as_the_original_would_even_in_the_middle_of_a_batch() -> None:
+def test_copy_of_a_shard_continues_like_the_original_in_mid_batch() -> None:
     pair, other = Pair(), Pair()
     for step in range(2):
         pair.pull()
@@ -151,29 +151,29 @@ def test_a_copy_goes_on_as_the_original_would_even_in_the_middle_of_a_batch() ->
     compute(pair.model, *batch(2, 0, 3))
     pair.push(3, PER_STEP)
     for part in pair.layout.parts:
-        other.vault.install(part, *pair.vault.capture(part))
+        other.store.install(part, *pair.store.capture(part))
     compute(pair.model, *batch(2, 3, 8))
     for part in pair.layout.parts:
-        how, body = as_push(pair.layout, part, 5, PER_STEP)
-        for vault in (pair.vault, other.vault):
-            vault.apply(part, how, 5, body)
+        header, body = as_push(pair.layout, part, 5, PER_STEP)
+        for store in (pair.store, other.store):
+            store.apply(part, header, 5, body)
     pair.pull()
     other.pull()
     assert same(pair.model.state_dict(), other.model.state_dict())
 
 
-def test_a_renewed_part_is_as_it_was_built() -> None:
+def test_reset_part_has_its_initial_values() -> None:
     pair = Pair()
     compute(pair.model, *batch(0))
     pair.push(8)
     for part in pair.layout.parts:
-        pair.vault.reset(part)
+        pair.store.reset(part)
     pair.pull()
     assert same(pair.model.state_dict(), build()[0].state_dict())
-    assert pair.vault.version(1) == 0
+    assert pair.store.version(1) == 0
 
 
-def test_parameters_without_a_gradient_stay_as_they_are() -> None:
+def test_parameter_without_a_gradient_is_unchanged() -> None:
     pair = Pair(kind="sgd")
     compute(pair.model, *batch(0))
     frozen = next(iter(pair.model.parameters()))
@@ -184,7 +184,7 @@ def test_parameters_without_a_gradient_stay_as_they_are() -> None:
     assert torch.equal(frozen, before)
 
 
-def test_an_optimizer_that_needs_the_whole_model_says_so() -> None:
+def test_optimizer_that_needs_the_whole_model_is_named() -> None:
     class Whole(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
@@ -192,15 +192,15 @@ def test_an_optimizer_that_needs_the_whole_model_says_so() -> None:
                     parameter.data -= parameter.grad
 
     model, _, _ = build()
-    vault = TorchShardStore(model, [Whole(model.parameters(), 0.1)], [], ORDER, 3)
+    store = TorchShardStore(model, [Whole(model.parameters(), 0.1)], [], ORDER, 3)
     pair = Pair()
     compute(pair.model, *batch(0))
-    how, body = as_push(pair.layout, 1, 8, 0)
+    header, body = as_push(pair.layout, 1, 8, 0)
     with pytest.raises(UnsupportedWithServers, match="Whole cannot step with a part of the model"):
-        vault.apply(1, how, 8, body)
+        store.apply(1, header, 8, body)
 
 
-def test_running_statistics_follow_the_trainers() -> None:
+def test_running_statistics_move_by_the_fraction_of_the_batch() -> None:
     pair = Pair()
     compute(pair.model, *batch(0))
     pair.model[1].running_mean.fill_(1.0)

@@ -401,7 +401,7 @@ def test_stream_without_a_list_of_sources_is_refused(shards: Any) -> None:
         sgd(run, model)
         run.stream(shards, size=2, open=list)
 
-    with pytest.raises(UnusableShard, match="not a list of shards"):
+    with pytest.raises(UnusableShard, match="instead of a list of shards"):
         members(1, loop)
 
 

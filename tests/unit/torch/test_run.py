@@ -40,11 +40,15 @@ def test_model_on_the_meta_device_is_refused_by_attach(run: Run) -> None:
 @pytest.mark.parametrize("stepping", [False, True], ids=["without optimizer.step", "with optimizer.step"])
 def test_loss_backward_instead_of_run_backward_is_named(run: Run, stepping: bool) -> None:
     model, optimizer = attached(run)
-    with pytest.raises(UnusableBackward) as raised:
+
+    def train() -> None:
         for (x,) in run.batches(DATA, size=4):
             model(x).sum().backward()
             if stepping:
                 optimizer.step()
+
+    with pytest.raises(UnusableBackward) as raised:
+        train()
     expected = "optimizer.step came before run.backward" if stepping else "step 0 ended without run.backward"
     assert raised.value.what == expected
     assert raised.value.why == "the parameters have gradients: loss.backward() was called"
@@ -53,34 +57,42 @@ def test_loss_backward_instead_of_run_backward_is_named(run: Run, stepping: bool
 
 def test_loss_backward_in_a_later_step_is_named(run: Run) -> None:
     model, optimizer = attached(run)
-    with pytest.raises(UnusableBackward) as raised:
+
+    def train() -> None:
         for (x,) in run.batches(DATA, size=4):
             loss = model(x).sum()
             run.backward(loss) if run.step == 0 else loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    with pytest.raises(UnusableBackward) as raised:
+        train()
     assert "loss.backward() was called" in raised.value.why
 
 
 def test_step_without_any_backward_is_not_blamed_on_loss_backward(run: Run) -> None:
     model, optimizer = attached(run)
-    with pytest.raises(UnusableBackward, match="step 1 ended without run.backward") as raised:
+
+    def train() -> None:
         for (x,) in run.batches(DATA, size=4):
             if run.step == 0:
                 run.backward(model(x).sum())
                 optimizer.step()  # its gradients stay: they are not zeroed
+
+    with pytest.raises(UnusableBackward, match=r"step 1 ended without run\.backward") as raised:
+        train()
     assert raised.value.why == ""
 
 
 def test_loop_without_an_optimizer_is_refused(run: Run) -> None:
     run.attach(torch.nn.Linear(2, 1))
-    with pytest.raises(NotAttached, match="run.attach got no optimizer") as raised:
+    with pytest.raises(NotAttached, match=r"run\.attach got no optimizer") as raised:
         run.batches(DATA, size=4)
     assert raised.value.do == "run.attach(model, optimizer)"
 
 
 def test_loop_without_attach_is_refused(run: Run) -> None:
-    with pytest.raises(NotAttached, match="run.attach was not called"):
+    with pytest.raises(NotAttached, match=r"run\.attach was not called"):
         run.batches(DATA, size=4)
 
 

@@ -55,7 +55,7 @@ def test_gradients_of_the_script_are_refused() -> None:
     model = torch.nn.Linear(2, 1)
     buckets = Buckets(list(model.parameters()), statistics=0)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(UnusableBackward, match="gradients before run.backward"):
+    with pytest.raises(UnusableBackward, match=r"gradients before run\.backward"):
         buckets.refuse_foreign_gradients()
 
 

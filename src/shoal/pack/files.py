@@ -1,4 +1,8 @@
-"""The files that a run takes along, and how members find them."""
+"""Files of `files=`: collected on the user's machine, found by members under the same names.
+
+Members on the same disk see symbolic links into the pack in their working directory; other machines receive copies.
+Either way every member verifies the hashes before the function starts.
+"""
 
 from __future__ import annotations
 
@@ -12,93 +16,99 @@ from shoal.pack import manifest, project
 PathLike = str | os.PathLike[str]
 Files = Sequence[PathLike] | Mapping[str, PathLike]
 _SKIPPED = ("__pycache__",)
-_AGAIN = "start the run again, and let it write to other names than those of files="
+_START_AGAIN = "start the run again, and have it write to names other than those in files="
 
 
 def collect(files: Files) -> dict[str, Path]:
-    """Every single file by the name that members will find it under; directories are entered."""
+    """Return the path of every file by the name that members will use; directories are expanded.
+
+    Raise BadFiles for a missing file, an invalid name, or two files of one name.
+    """
     if isinstance(files, str | os.PathLike):
         raise BadFiles(
             f"files={os.fspath(files)!r} is one path", do="pass a list of paths, or a dict of names to paths"
         )
-    pairs = list(files.items()) if isinstance(files, Mapping) else [(Path(one).absolute().name, one) for one in files]
-    found: dict[str, Path] = {}
+    pairs = (
+        list(files.items()) if isinstance(files, Mapping) else [(Path(path).absolute().name, path) for path in files]
+    )
+    collected: dict[str, Path] = {}
     for name, path in pairs:
-        for inner, source in _below(_checked(name), Path(path).absolute()):
-            if inner in found and found[inner] != source:
+        for inner, source in _expand(_checked_name(name), Path(path).absolute()):
+            if inner in collected and collected[inner] != source:
                 raise BadFiles(
-                    f"two of the files are called {inner}",
-                    why=f"{found[inner]} and {source}",
-                    do="pass a dict, and give them different names",
+                    f"two files in files= have the name {inner}",
+                    why=f"{collected[inner]} and {source}",
+                    do="pass a dict that gives them different names",
                 )
-            found[inner] = source
-    project.check_names(found, "rename it, or leave it out of files=")
-    return found
+            collected[inner] = source
+    project.check_names(collected, "rename it, or leave it out of files=")
+    return collected
 
 
 def put(directory: Path, files: Mapping[str, Path]) -> dict[str, str]:
-    """Copy these files into a pack; the hash of each by its name."""
-    kept = {}
+    """Copy files into a pack; return their hashes by name."""
+    hashes = {}
     for name, source in files.items():
         try:
-            kept[name] = manifest.put_file(directory, source)
+            hashes[name] = manifest.put_file(directory, source)
         except OSError as error:
             raise BadFiles(f"{source} cannot be copied", why=error.strerror or str(error)) from error
-    return kept
+    return hashes
 
 
-def link_files(pack: Path, kept: Mapping[str, str], where: Path) -> None:
-    """Let every file appear under its name in a directory; what it holds stays in the pack."""
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for name, digest in kept.items():
-        path = where / name
+def link_files(pack: Path, hashes: Mapping[str, str], directory: Path) -> None:
+    """Create a symbolic link into the pack for every file, under its name in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, digest in hashes.items():
+        path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to((pack / manifest.BLOBS / digest).absolute())
 
 
 def files_to_send(pack: Path, contents: manifest.PackManifest) -> dict[str, Path]:
-    """What travels of a pack to machines that do not see it: by its place in the working directory there."""
-    name = manifest.REMOTE_FOLDER
-    own = [manifest.MANIFEST, manifest.SIGNATURE]
-    own += [f"{manifest.BLOBS}/{contents.function.pickled}"] if contents.function.pickled else []
-    named = contents.files | {f"{name}/{manifest.MODULES}/{one}": digest for one, digest in contents.modules.items()}
-    found = {one: pack / manifest.BLOBS / digest for one, digest in named.items()}
-    return found | {f"{name}/{one}": pack / one for one in own}
+    """Return the files of a pack that remote machines need, by their path in the working directory there."""
+    folder = manifest.REMOTE_FOLDER
+    pack_files = [manifest.MANIFEST, manifest.SIGNATURE]
+    pack_files += [f"{manifest.BLOBS}/{contents.function.pickled}"] if contents.function.pickled else []
+    modules = {f"{folder}/{manifest.MODULES}/{name}": digest for name, digest in contents.modules.items()}
+    blobs = {name: pack / manifest.BLOBS / digest for name, digest in (contents.files | modules).items()}
+    return blobs | {f"{folder}/{name}": pack / name for name in pack_files}
 
 
-def verify(kept: Mapping[str, str], where: Path) -> None:
-    """An error unless every file in a directory holds what it held when it was copied into the pack."""
-    for name, digest in kept.items():
-        path = where / name
+def verify(hashes: Mapping[str, str], directory: Path) -> None:
+    """Raise PackDamaged unless every file in `directory` has the contents that were copied into the pack."""
+    for name, digest in hashes.items():
+        path = directory / name
         try:
-            found = manifest.hash_file(path)
+            actual = manifest.hash_file(path)
         except OSError as error:
             raise PackDamaged(
-                f"{name} of files= cannot be read", where=str(path), why=error.strerror or str(error), do=_AGAIN
+                f"{name} of files= cannot be read", where=str(path), why=error.strerror or str(error), do=_START_AGAIN
             ) from error
-        if found != digest:
+        if actual != digest:
             raise PackDamaged(
-                f"{name} is not what was given with files=",
+                f"{name} of files= does not match its hash",
                 where=str(path),
-                why="it was changed after shoal.run had copied it",
-                do=_AGAIN,
+                why=f"it was modified after shoal.run copied it: expected SHA-256 {digest:.12}, found {actual:.12}",
+                do=_START_AGAIN,
             )
 
 
-def _checked(name: str) -> str:
+def _checked_name(name: str) -> str:
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or path == PurePosixPath("."):
-        raise BadFiles(f"a file cannot be called {name!r}", why="members find it below their working directory")
+        raise BadFiles(f"invalid file name {name!r} in files=", why="it must be a path below the working directory")
     return str(path)
 
 
-def _below(name: str, path: Path) -> Iterator[tuple[str, Path]]:
+def _expand(name: str, path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield a file, or all files of a directory, with their names."""
     if path.is_dir():
-        names = list(project.list_names(path, _SKIPPED))
-        for one in names:
-            if not (path / one).is_dir():
-                _check_file(path / one)
-        yield from ((f"{name}/{one}", path / one) for one in sorted(project.follow_links(path, names)))
+        inner_names = list(project.list_names(path, _SKIPPED))
+        for inner in inner_names:
+            if not (path / inner).is_dir():
+                _check_file(path / inner)
+        yield from ((f"{name}/{inner}", path / inner) for inner in sorted(project.follow_links(path, inner_names)))
     else:
         _check_file(path)
         yield name, path
@@ -106,6 +116,6 @@ def _below(name: str, path: Path) -> Iterator[tuple[str, Path]]:
 
 def _check_file(path: Path) -> None:
     if not path.exists():
-        raise BadFiles(f"there is no file {path}", do="paths are relative to the directory that Python runs in")
+        raise BadFiles(f"no such file: {path}", do="paths are relative to the current directory of Python")
     if not path.is_file():
         raise BadFiles(f"{path} is neither a file nor a directory", do="leave it out of files=")

@@ -1,4 +1,4 @@
-"""Modules of the user's own that a process has imported: they travel to machines that could not import them."""
+"""Modules of the user that are not installed: found among the imported ones, and sent to machines that lack them."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from types import ModuleType
 
 from shoal.pack import project
 
-OURS = ("shoal", "__main__", "__mp_main__")
+NEVER_SENT = ("shoal", "__main__", "__mp_main__")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def find_user_modules(loaded: Mapping[str, ModuleType], sent: Collection[Path] = ()) -> dict[str, Path]:
-    """The files of such modules, by where they belong below a directory that modules are looked for in.
+    """Return the files of the user's own modules, by their path relative to an entry of the module search path.
 
-    A package goes as a whole. What is installed, or comes with Python, is not the user's own; what is `sent` anyway
-    need not go twice.
+    A package is sent as a whole. Installed packages and the standard library are skipped, and so are modules whose
+    file is in `sent`, because it travels with the project.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for name, module in sorted(loaded.items()):
         file = _source(module)
         top = name.partition(".")[0]
-        if file is None or top in OURS or top in sys.stdlib_module_names or file in sent or _is_installed(file):
+        if file is None or top in NEVER_SENT or top in sys.stdlib_module_names or file in sent or _is_installed(file):
             continue
         outer = _source(loaded.get(top))
         if "." not in name or outer is None:
-            found |= dict(_files(name, file))
-    return found
+            files |= dict(_files(name, file))
+    return files
 
 
-def inside_project(places: Collection[str], root: Path) -> tuple[str, ...]:
-    """Those places that are below a directory, as they are called there."""
-    return tuple(os.path.relpath(place, root) for place in places if Path(place).is_relative_to(root))
+def inside_project(search_path: Collection[str], root: Path) -> tuple[str, ...]:
+    """Return the entries of a search path that are inside `root`, relative to it."""
+    return tuple(os.path.relpath(entry, root) for entry in search_path if Path(entry).is_relative_to(root))
 
 
 def _files(name: str, file: Path) -> Iterator[tuple[str, Path]]:
-    """The files of one module: of a package, all that it has."""
-    where = "/".join(name.split("."))
+    """Yield the file of a module, or all files of a package, with their relative paths."""
+    base = "/".join(name.split("."))
     if file.name != "__init__.py":
-        yield f"{where}{file.suffix}", file
+        yield f"{base}{file.suffix}", file
         return
-    for below in project.walk(file.parent):
-        yield f"{where}/{below}", file.parent / below
+    for inner in project.walk(file.parent):
+        yield f"{base}/{inner}", file.parent / inner
 
 
 def _source(module: ModuleType | None) -> Path | None:
@@ -55,6 +55,6 @@ def _source(module: ModuleType | None) -> Path | None:
 
 
 def _is_installed(file: Path) -> bool:
-    places = sysconfig.get_paths()
-    with_python = [places[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return any(part in _INSTALLED for part in file.parts) or any(file.is_relative_to(place) for place in with_python)
+    paths = sysconfig.get_paths()
+    python_dirs = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(part in _INSTALLED for part in file.parts) or any(file.is_relative_to(path) for path in python_dirs)

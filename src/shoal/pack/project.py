@@ -1,4 +1,13 @@
-"""The user's project, as it travels to machines that do not see this disk: which files, and what they hold."""
+"""Project of the user: the directory of a script, as it is sent to machines that do not see this disk.
+
+Which files belong to it is Git's decision where the directory is in a repository: committed files, and those that could
+be. Elsewhere it is every file except caches and environments (`NEVER`). A file `.shoalignore` excludes more. Links are
+not sent: a link to a file is sent as that file, a link to a directory of the project as copies of its files, and a link
+to a directory elsewhere is skipped.
+
+A `Project` lists paths and hashes; its own hash is its name. The contents travel as blobs under their hashes, so a
+second run sends only the files that changed.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +23,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from shoal.errors import BadFiles, PackDamaged
+from shoal.pack import manifest
 
 IGNORES = ".shoalignore"
 NEVER = (
@@ -31,11 +41,10 @@ NEVER = (
 NO_REPOSITORY = b"not a git repository (or any"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 LARGEST = 5
-_PIECE_BYTES = 1 << 20
 
 
 class ProjectFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: where it belongs below the project's directory, and the hash of what it holds."""
+    """File of a project: its path relative to the project's directory, and the SHA-256 of its contents."""
 
     path: str
     digest: str
@@ -44,74 +53,74 @@ class ProjectFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Project(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All files of a project, by path. Its own hash is the project's name."""
+    """All files of a project."""
 
     files: tuple[ProjectFile, ...]
 
     @property
     def bytes(self) -> int:
-        return sum(entry.bytes for entry in self.files)
+        return sum(file.bytes for file in self.files)
 
 
 def find_files(root: Path) -> dict[str, Path]:
-    """The files to send: those that Git would commit, where there is Git, and otherwise all but what is made anew.
+    """Return the files to send, by name; raise BadFiles if Git fails or a name is not UTF-8.
 
-    A file `.shoalignore` leaves out more, with a pattern on each line.
+    `.shoalignore` holds one pattern per line.
     """
     patterns = _patterns(root)
     names = sorted(follow_links(root, list(_names(root))))
-    found = {name: root / name for name in names if not any(_matches(name, pattern) for pattern in patterns)}
-    check_names(found, f"rename it, or name it in {IGNORES}")
-    return found
+    files = {name: root / name for name in names if not any(_matches(name, pattern) for pattern in patterns)}
+    check_names(files, f"rename it, or list it in {IGNORES}")
+    return files
 
 
 def check_names(names: Iterable[str], do: str) -> None:
-    """Refuse a name that cannot be written down: on this system they are bytes, and may be anything."""
+    """Raise BadFiles for a name that is not UTF-8: on Linux a file name is any sequence of bytes."""
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise BadFiles(f"a file with the name {name!r} cannot be sent", why="it is not UTF-8", do=do) from error
+            raise BadFiles(f"invalid file name {name!r}", why="it is not UTF-8", do=do) from error
 
 
 def describe(files: Mapping[str, Path]) -> str:
-    """How much it is, and what weighs most, in one line."""
+    """Return one line with the number of files, their total size and the largest ones."""
     sizes = sorted(((path.stat().st_size, name) for name, path in files.items()), reverse=True)
-    whole = sum(size for size, _ in sizes)
+    total = sum(size for size, _ in sizes)
     largest = ", ".join(f"{name} {_size(size)}" for size, name in sizes[:LARGEST])
-    return f"{len(sizes)} files, {_size(whole)}" + (f"; the largest: {largest}" if largest else "")
+    return f"{len(sizes)} files, {_size(total)}" + (f"; the largest: {largest}" if largest else "")
 
 
 def check_size(files: Mapping[str, Path], limit_bytes: int) -> None:
-    """Refuse what is too much to send."""
-    whole = sum(path.stat().st_size for path in files.values())
-    if whole > limit_bytes:
+    """Raise BadFiles if the files are larger than the limit in total."""
+    total = sum(path.stat().st_size for path in files.values())
+    if total > limit_bytes:
         raise BadFiles(
             f"the project is too large to send: {describe(files)}",
-            why=f"at most {_size(limit_bytes)} are sent",
-            do=f"name what is not needed in {IGNORES}, put data where all machines find it, or set ship_limit_mb",
+            why=f"the limit is {_size(limit_bytes)}",
+            do=f"list files that are not needed in {IGNORES}, put data where all machines see it, or set ship_limit_mb",
         )
 
 
 def hash_files(files: Mapping[str, Path]) -> tuple[Project, dict[str, Path]]:
-    """The project as it travels, and where each of its contents is to be read."""
-    entries, contents = [], {}
+    """Return the project with the hashes of its files, and the local path of each hash."""
+    entries, paths = [], {}
     for name, path in files.items():
         digest = hash_file(path)
         status = path.stat()
         entries.append(ProjectFile(name, digest, status.st_size, bool(status.st_mode & 0o100)))
-        contents[digest] = path
-    return Project(tuple(entries)), contents
+        paths[digest] = path
+    return Project(tuple(entries)), paths
 
 
 def encode(project: Project) -> tuple[str, bytes]:
-    """The project's name and what is stored under it."""
+    """Return the name of a project and the blob to store under it."""
     data = msgspec.json.encode(project)
     return hashlib.sha256(data).hexdigest(), data
 
 
 def decode(data: bytes, where: str = "") -> Project:
-    """A project from what is stored; its paths stay below its directory, and its contents are those of the cache."""
+    """Return the project in a blob; raise PackDamaged for paths outside its directory and for invalid hashes."""
     try:
         project = msgspec.json.decode(data, type=Project)
     except msgspec.DecodeError as error:
@@ -119,15 +128,15 @@ def decode(data: bytes, where: str = "") -> Project:
     for entry in project.files:
         path = PurePosixPath(entry.path)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in entry.path:
-            raise PackDamaged(f"a file of the project is called {entry.path!r}", where=where)
+            raise PackDamaged(f"invalid file name {entry.path!r} in the project", where=where)
         if not DIGEST.fullmatch(entry.digest):
-            raise PackDamaged(f"{entry.path} of the project has no hash", where=where, why=repr(entry.digest[:80]))
+            raise PackDamaged(f"invalid hash of {entry.path} in the project", where=where, why=repr(entry.digest[:80]))
     return project
 
 
-def write_files(project: Project, blobs: Path, where: Path) -> None:
-    """Copy every file to its place; whoever finds the directory finds all of it."""
-    part = where.with_name(f"{where.name}.{os.getpid()}.part")
+def write_files(project: Project, blobs: Path, directory: Path) -> None:
+    """Create `directory` with all files of a project from their blobs, in one rename; raise OSError."""
+    part = directory.with_name(f"{directory.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True, mode=0o700)
     for entry in project.files:
@@ -136,30 +145,26 @@ def write_files(project: Project, blobs: Path, where: Path) -> None:
         shutil.copyfile(blobs / entry.digest, path)
         path.chmod(0o700 if entry.executable else 0o600)
     try:
-        part.replace(where)
+        part.replace(directory)
     except OSError:
-        # Somebody else was faster; what there is came from the same contents.
+        # Another process has created it meanwhile, from the same blobs.
         shutil.rmtree(part, ignore_errors=True)
-        if not where.is_dir():
+        if not directory.is_dir():
             raise
 
 
 def hash_file(path: Path) -> str:
-    """The hash of what a file holds."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of a file's contents; raise BadFiles if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
+        return manifest.hash_file(path)
     except OSError as error:
         raise BadFiles(f"{path} cannot be read", why=error.strerror or str(error)) from error
-    return digest.hexdigest()
 
 
 def _names(root: Path) -> Iterator[str]:
-    """All that may travel; of a repository in a repository (a submodule), Git lists the directory only."""
-    known = _known_to_git(root)
-    for name in list_names(root) if known is None else known:
+    """Yield every name that may be sent; nested repositories, which Git lists as one name, are expanded."""
+    git_names = _names_in_git(root)
+    for name in list_names(root) if git_names is None else git_names:
         path = root / name
         if (path / ".git").exists() and not path.is_symlink():
             yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path))
@@ -167,52 +172,54 @@ def _names(root: Path) -> Iterator[str]:
             yield name
 
 
-def _known_to_git(root: Path) -> list[str] | None:
-    """What is committed or could be, relative to `root`; None if Git has no say here, or ignores all of it."""
+def _names_in_git(root: Path) -> list[str] | None:
+    """Return the names that are committed or could be; None outside a repository, or if Git ignores all of `root`."""
     argv = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        done = subprocess.run(argv, capture_output=True, check=False, env={**os.environ, "LC_ALL": "C"})
+        result = subprocess.run(argv, capture_output=True, check=False, env={**os.environ, "LC_ALL": "C"})
     except FileNotFoundError:
         return None
-    if NO_REPOSITORY in done.stderr:
+    if NO_REPOSITORY in result.stderr:
         return None
-    if done.returncode != 0:
-        # Without its word, what it is told to ignore would be sent: data, and secrets.
+    if result.returncode != 0:
+        # Without Git's answer, ignored files would be sent: large data, and secrets.
         raise BadFiles(
-            "Git does not say which files belong to the project",
+            "Git failed to list the files of the project",
             where=str(root),
-            why=done.stderr.decode(errors="replace").strip(),
-            do=f"mend what git -C {root} status says; --set ship=never sends nothing",
+            why=result.stderr.decode(errors="replace").strip(),
+            do=f"fix the error that git -C {root} status shows, or send nothing with --set ship=never",
         )
-    names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    names = [os.fsdecode(name) for name in result.stdout.split(b"\0") if name]
     return [name for name in names if not any(_matches(name, pattern) for pattern in NEVER)] or None
 
 
 def walk(root: Path) -> Iterator[str]:
-    """All files below a directory but what is made anew, by their paths in it."""
+    """Yield the relative paths of all files in a directory, except caches and environments (`NEVER`)."""
     return follow_links(root, list(list_names(root)))
 
 
 def list_names(root: Path, never: Collection[str] = NEVER) -> Iterator[str]:
-    """All that is no directory below one, links to directories included, but what has a name that never travels."""
+    """Yield the relative paths of all files and all links to directories, except names that match `never`."""
     for directory, folders, files in os.walk(root):
-        folders[:] = [one for one in folders if not any(fnmatch.fnmatch(one, pattern) for pattern in never)]
-        for name in (*files, *(one for one in folders if Path(directory, one).is_symlink())):
+        folders[:] = [folder for folder in folders if not any(fnmatch.fnmatch(folder, pattern) for pattern in never)]
+        for name in (*files, *(folder for folder in folders if Path(directory, folder).is_symlink())):
             if not any(fnmatch.fnmatch(name, pattern) for pattern in never):
                 yield Path(directory, name).relative_to(root).as_posix()
 
 
 def follow_links(root: Path, names: Collection[str]) -> Iterator[str]:
-    """All files of these names, and once more those that a link to a directory among them leads to.
+    """Yield all files among `names`, and again below each link to a directory the files of that directory.
 
-    Links do not travel, and what one leads to outside of `root` is not the project's.
+    Files outside `root` do not belong to the project, so links that leave it are skipped.
     """
     yield from (name for name in names if (root / name).is_file())
     for link in (name for name in names if (root / name).is_symlink() and (root / name).is_dir()):
         target = PurePosixPath(os.path.relpath((root / link).resolve(), root.resolve()))
         if not PurePosixPath(link).is_relative_to(target):
-            found = [one for one in map(PurePosixPath, names) if one.is_relative_to(target) and (root / one).is_file()]
-            yield from (f"{link}/{one.relative_to(target)}" for one in found)
+            paths = [
+                path for path in map(PurePosixPath, names) if path.is_relative_to(target) and (root / path).is_file()
+            ]
+            yield from (f"{link}/{path.relative_to(target)}" for path in paths)
 
 
 def _patterns(root: Path) -> list[str]:
@@ -224,12 +231,12 @@ def _patterns(root: Path) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a file: its path, any folder above it, or the last part of either."""
+    """Return whether a pattern matches a file's path, the path of a folder above it, or the last part of either."""
     pattern = pattern.rstrip("/")
     parts = PurePosixPath(name).parts
-    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    paths = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
     if "/" in pattern:
-        return any(fnmatch.fnmatch(path, pattern.lstrip("/")) for path in above)
+        return any(fnmatch.fnmatch(path, pattern.lstrip("/")) for path in paths)
     return any(fnmatch.fnmatch(part, pattern) for part in parts)
 
 

@@ -1,1 +1,4 @@
-"""What happens in a run, as event files that TensorBoard reads; written without TensorFlow and without protobuf."""
+"""Reports of runs for other programs: event files that TensorBoard reads (`tensorboard`).
+
+May import: shoal.core, shoal.wire, shoal.errors.
+"""

@@ -16,7 +16,7 @@ import pytest
 from tests.process.coordinator.fakes import Coordinator
 from websockets.exceptions import InvalidStatus
 
-from shoal.coordinator.storage.blobs import ENVIRONMENTS, Blobs
+from shoal.coordinator.storage.blobs import ENVIRONMENT_BLOBS, Blobs
 from shoal.launch.api_client import ApiClient
 from shoal.pack import project
 from shoal.pack.project import Project, ProjectFile
@@ -175,14 +175,14 @@ def test_unneeded_blob_is_removed_after_a_day_unless_asked_for(coordinator: Coor
     name, manifest = project.encode(Project((ProjectFile("train.py", needed, 6),)))
     client.send({needed: b"needed", asked_for: b"asked for", left: b"left", name: manifest})
     (blobs / f"{left}.1234.part").write_bytes(b"le")
-    stowed = Blobs(coordinator.directory / ENVIRONMENTS)
-    wheel = stowed.add(b"a wheel")
+    environment_blobs = Blobs(coordinator.directory / ENVIRONMENT_BLOBS)
+    wheel = environment_blobs.add(b"a wheel")
     spec = {"name": "train", "argv": ["train.py"], "cwd": "/tmp", "members": [1, 1], "project": name}
     status, view = coordinator.ask("POST", "/v1/runs", spec)
     assert status == 200
     coordinator.ask("POST", f"/v1/runs/{view['run']}/stop", {})
     before = time.time() - 2 * 86400.0
-    for path in (*blobs.iterdir(), stowed.path(wheel)):
+    for path in (*blobs.iterdir(), environment_blobs.path(wheel)):
         os.utime(path, (before, before))
     assert client.send({asked_for: b"asked for"}) == 0, "it is there, so that it is not sent again"
     _restart_until_swept(coordinator, blobs)
@@ -193,4 +193,4 @@ def test_unneeded_blob_is_removed_after_a_day_unless_asked_for(coordinator: Coor
     assert coordinator.ask("POST", "/v1/blobs", [needed, left]) == (200, [left]), "what was removed is sent again"
     request = urllib.request.Request(f"{coordinator.url}/v1/blobs/{wheel}", headers=coordinator.credentials.headers)
     with urllib.request.urlopen(request, timeout=20) as answer:
-        assert answer.read() == b"a wheel", "what environments are made of is no run's, and stays"
+        assert answer.read() == b"a wheel", "files of environments belong to no run, and stay"

@@ -18,8 +18,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def machine(tmp_path: Path, wheels: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path, wheels)
+    machine = Machine(tmp_path, wheels)
     try:
-        yield made
+        yield machine
     finally:
-        made.close()
+        machine.close()

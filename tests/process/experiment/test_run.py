@@ -234,7 +234,7 @@ def test_member_does_not_train_on_a_changed_file(tmp_path: Path) -> None:
     blob.chmod(0o600)
     blob.write_text("1,3")
     output = member(tmp_path)
-    assert "error[S530] data.csv is not what was given with files=" in output
+    assert "error[S530] data.csv of files= does not match its hash" in output
     assert "start the run again" in output
 
 

@@ -1,4 +1,4 @@
-"""Files are found by members under the names that they were given."""
+"""Collecting, linking and verifying the files of files=."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal.pack import files, manifest
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> Path:
-    root = tmp_path / "given"
+def source_dir(tmp_path: Path) -> Path:
+    root = tmp_path / "sources"
     (root / "package" / "deep").mkdir(parents=True)
     (root / "package" / "__pycache__").mkdir()
     (root / "data.csv").write_text("1,2\n")
@@ -24,95 +24,97 @@ def given(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_path_keeps_its_last_name_and_a_directory_its_shape(given: Path) -> None:
-    found = files.collect([given / "data.csv", given / "package"])
-    assert sorted(found) == ["data.csv", "package/__init__.py", "package/deep/code.py"]
+def test_path_keeps_its_last_name_and_directory_its_structure(source_dir: Path) -> None:
+    collected = files.collect([source_dir / "data.csv", source_dir / "package"])
+    assert sorted(collected) == ["data.csv", "package/__init__.py", "package/deep/code.py"]
 
 
-def test_links_in_a_directory_travel_as_what_they_lead_to_unless_it_is_a_directory_elsewhere(given: Path) -> None:
-    (given / "elsewhere").mkdir()
-    (given / "elsewhere" / "huge.bin").touch()
+def test_links_are_sent_as_their_targets_except_directories_elsewhere(source_dir: Path) -> None:
+    (source_dir / "elsewhere").mkdir()
+    (source_dir / "elsewhere" / "huge.bin").touch()
     links = {"inner": "deep", "deep/up": "..", "far": "../elsewhere", "data.csv": "../data.csv"}
     for link, target in links.items():
-        (given / "package" / link).symlink_to(target)
-    found = files.collect([given / "package"])
+        (source_dir / "package" / link).symlink_to(target)
+    collected = files.collect([source_dir / "package"])
     usual = ["package/__init__.py", "package/data.csv", "package/deep/code.py"]
-    assert sorted(found) == [*usual, "package/inner/code.py"]
-    (given / "package" / "gone").symlink_to("nowhere")
+    assert sorted(collected) == [*usual, "package/inner/code.py"]
+    (source_dir / "package" / "gone").symlink_to("nowhere")
     with pytest.raises(BadFiles, match="gone"):
-        files.collect([given / "package"])
+        files.collect([source_dir / "package"])
 
 
-def test_a_dict_names_them_anew(given: Path) -> None:
-    assert sorted(files.collect({"in/train.csv": given / "data.csv", "p": str(given / "package" / "deep")})) == [
+def test_dict_gives_files_new_names(source_dir: Path) -> None:
+    assert sorted(
+        files.collect({"in/train.csv": source_dir / "data.csv", "p": str(source_dir / "package" / "deep")})
+    ) == [
         "in/train.csv",
         "p/code.py",
     ]
 
 
-def test_what_holds_the_same_is_kept_once_and_found_under_both_names(given: Path, tmp_path: Path) -> None:
+def test_equal_contents_are_stored_once_and_linked_under_both_names(source_dir: Path, tmp_path: Path) -> None:
     pack, work = tmp_path / "pack", tmp_path / "work"
-    kept = files.put(pack, files.collect([given / "data.csv", given / "same.csv", given / "package"]))
-    files.link_files(pack, kept, work)
-    assert kept["data.csv"] == kept["same.csv"]
+    hashes = files.put(pack, files.collect([source_dir / "data.csv", source_dir / "same.csv", source_dir / "package"]))
+    files.link_files(pack, hashes, work)
+    assert hashes["data.csv"] == hashes["same.csv"]
     assert len(list((pack / manifest.BLOBS).iterdir())) == 3
     assert (work / "same.csv").read_text() == "1,2\n"
     assert (work / "package" / "deep" / "code.py").read_text() == "X = 1\n"
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "", "a/../../b", "."])
-def test_no_file_is_put_outside_of_the_working_directory(given: Path, name: str) -> None:
+def test_name_outside_the_working_directory_is_rejected(source_dir: Path, name: str) -> None:
     with pytest.raises(BadFiles):
-        files.collect({name: given / "data.csv"})
+        files.collect({name: source_dir / "data.csv"})
 
 
-def test_two_files_of_one_name_are_refused(given: Path) -> None:
-    (given / "package" / "data.csv").write_text("another")
-    with pytest.raises(BadFiles, match="two of the files"):
-        files.collect([given / "data.csv", given / "package" / "data.csv"])
+def test_two_files_of_one_name_are_rejected(source_dir: Path) -> None:
+    (source_dir / "package" / "data.csv").write_text("another")
+    with pytest.raises(BadFiles, match=r"two files in files= have the name data\.csv"):
+        files.collect([source_dir / "data.csv", source_dir / "package" / "data.csv"])
 
 
-def test_what_is_not_there_or_not_a_file_is_refused(given: Path) -> None:
-    os.mkfifo(given / "pipe")
-    for wrong in ("nothing.csv", "pipe"):
-        with pytest.raises(BadFiles, match=wrong):
-            files.collect([given / wrong])
+def test_missing_file_and_special_file_are_rejected(source_dir: Path) -> None:
+    os.mkfifo(source_dir / "pipe")
+    for name in ("nothing.csv", "pipe"):
+        with pytest.raises(BadFiles, match=name):
+            files.collect([source_dir / name])
     with pytest.raises(BadFiles, match="one path"):
-        files.collect(str(given / "data.csv"))  # type: ignore[arg-type]
+        files.collect(str(source_dir / "data.csv"))  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def laid_out(given: Path, tmp_path: Path) -> tuple[dict[str, str], Path]:
-    kept = files.put(tmp_path / "pack", files.collect([given / "data.csv", given / "package"]))
-    files.link_files(tmp_path / "pack", kept, tmp_path / "work")
-    return kept, tmp_path / "work"
+def linked(source_dir: Path, tmp_path: Path) -> tuple[dict[str, str], Path]:
+    hashes = files.put(tmp_path / "pack", files.collect([source_dir / "data.csv", source_dir / "package"]))
+    files.link_files(tmp_path / "pack", hashes, tmp_path / "work")
+    return hashes, tmp_path / "work"
 
 
-def test_files_that_nobody_touched_are_taken(laid_out: tuple[dict[str, str], Path]) -> None:
-    files.verify(*laid_out)
+def test_unmodified_files_are_accepted(linked: tuple[dict[str, str], Path]) -> None:
+    files.verify(*linked)
 
 
-def test_a_file_whose_copy_was_changed_is_not_taken(laid_out: tuple[dict[str, str], Path], tmp_path: Path) -> None:
-    kept, work = laid_out
-    blob = tmp_path / "pack" / manifest.BLOBS / kept["package/deep/code.py"]
+def test_modified_blob_is_rejected(linked: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    hashes, work = linked
+    blob = tmp_path / "pack" / manifest.BLOBS / hashes["package/deep/code.py"]
     blob.chmod(0o600)
     blob.write_text("X = 2\n")
-    with pytest.raises(PackDamaged, match=r"code\.py is not what was given") as raised:
-        files.verify(kept, work)
+    with pytest.raises(PackDamaged, match=r"code\.py of files= does not match its hash") as raised:
+        files.verify(hashes, work)
     assert raised.value.where == str(work / "package" / "deep" / "code.py")
 
 
-def test_a_file_that_was_exchanged_is_not_taken(laid_out: tuple[dict[str, str], Path]) -> None:
-    kept, work = laid_out
+def test_missing_and_replaced_file_are_rejected(linked: tuple[dict[str, str], Path]) -> None:
+    hashes, work = linked
     (work / "data.csv").unlink()
     with pytest.raises(PackDamaged, match=r"data\.csv of files= cannot be read"):
-        files.verify(kept, work)
+        files.verify(hashes, work)
     (work / "data.csv").write_text("3,4\n")
-    with pytest.raises(PackDamaged, match=r"data\.csv is not what was given"):
-        files.verify(kept, work)
+    with pytest.raises(PackDamaged, match=r"data\.csv of files= does not match its hash"):
+        files.verify(hashes, work)
 
 
-def test_a_file_whose_name_is_not_utf_8_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_file_name_that_is_not_utf_8_is_rejected(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).touch()
     with pytest.raises(BadFiles, match="not UTF-8"):
         files.collect([tmp_path])

@@ -1,4 +1,4 @@
-"""Which files of a project travel, what they are, and how they are laid out again."""
+"""Projects: which files are sent, how they are listed, and how they are written on another machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.pack.project import Project, ProjectFile
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    found = tmp_path / "project"
+    directory = tmp_path / "project"
     for name, text in {
         "train.py": "import lib.model",
         "lib/model.py": "x = 1",
@@ -24,19 +24,19 @@ def root(tmp_path: Path) -> Path:
         "data/big.bin": "0" * 5000,
         "notes.txt": "hello",
     }.items():
-        path = found / name
+        path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (found / "run.sh").write_text("#!/bin/sh")
-    (found / "run.sh").chmod(0o755)
-    return found
+    (directory / "run.sh").write_text("#!/bin/sh")
+    (directory / "run.sh").chmod(0o755)
+    return directory
 
 
-def test_without_git_everything_travels_but_what_is_made_anew(root: Path) -> None:
+def test_all_files_except_caches_are_sent_without_git(root: Path) -> None:
     assert set(project.find_files(root)) == {"train.py", "lib/model.py", "data/big.bin", "notes.txt", "run.sh"}
 
 
-def test_with_git_only_what_could_be_committed_travels(root: Path) -> None:
+def test_only_files_that_could_be_committed_are_sent_with_git(root: Path) -> None:
     (root / ".gitignore").write_text("data/\n")
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     subprocess.run(["git", "-C", str(root), "add", "train.py"], check=True)
@@ -44,18 +44,18 @@ def test_with_git_only_what_could_be_committed_travels(root: Path) -> None:
     assert set(project.find_files(root / "lib")) == {"model.py"}, "below a directory of the repository"
 
 
-def test_a_file_that_git_knows_but_that_is_gone_does_not_travel(root: Path) -> None:
+def test_deleted_file_in_git_is_not_sent(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     subprocess.run(["git", "-C", str(root), "add", "notes.txt"], check=True)
     (root / "notes.txt").unlink()
     assert "notes.txt" not in project.find_files(root)
 
 
-def test_what_is_in_a_submodule_travels_too(root: Path, tmp_path: Path) -> None:
+def test_files_of_a_submodule_are_sent(root: Path, tmp_path: Path) -> None:
     library = tmp_path / "library"
     (library / "deep").mkdir(parents=True)
     (library / "deep" / "layers.py").write_text("y = 2")
-    (library / "junk.bin").write_text("made anew")
+    (library / "junk.bin").write_text("generated")
     (library / ".gitignore").write_text("*.bin\n")
     for path in (library, root):
         subprocess.run(["git", "init", "-q", str(path)], check=True)
@@ -64,21 +64,21 @@ def test_what_is_in_a_submodule_travels_too(root: Path, tmp_path: Path) -> None:
     subprocess.run(["git", "-C", str(library), *author, "commit", "-qm", "one"], check=True)
     added = ["-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(library), "vendor/library"]
     subprocess.run(["git", "-C", str(root), *added], check=True)
-    (root / "vendor" / "library" / "junk.bin").write_text("made anew")
-    found = {name for name in project.find_files(root) if name.startswith("vendor")}
-    assert found == {"vendor/library/.gitignore", "vendor/library/deep/layers.py"}
+    (root / "vendor" / "library" / "junk.bin").write_text("generated")
+    names = {name for name in project.find_files(root) if name.startswith("vendor")}
+    assert names == {"vendor/library/.gitignore", "vendor/library/deep/layers.py"}
     subprocess.run(["git", "-C", str(root), "submodule", "--quiet", "deinit", "-f", "vendor/library"], check=True)
-    assert "train.py" in project.find_files(root), "one that was never fetched is empty here, too"
+    assert "train.py" in project.find_files(root), "an empty submodule does no harm"
 
 
-def test_a_repository_that_was_cloned_into_another_travels_too(root: Path) -> None:
+def test_files_of_a_nested_clone_are_sent(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     subprocess.run(["git", "init", "-q", str(root / "lib")], check=True)
     assert "lib/model.py" in project.find_files(root)
 
 
 @pytest.mark.parametrize("git", [False, True])
-def test_links_to_directories_of_the_project_travel_as_what_they_lead_to(root: Path, tmp_path: Path, git: bool) -> None:
+def test_links_to_directories_of_the_project_are_sent_as_copies(root: Path, tmp_path: Path, git: bool) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "huge.bin").touch()
     (root / "package").mkdir()
@@ -99,7 +99,7 @@ def test_links_to_directories_of_the_project_travel_as_what_they_lead_to(root: P
     assert set(project.walk(root)) - {".gitignore"} == usual | {"package/inner/model.py"}
 
 
-def test_a_name_that_is_not_utf_8_is_refused_unless_it_stays_here(root: Path) -> None:
+def test_name_that_is_not_utf_8_is_rejected_unless_ignored(root: Path) -> None:
     strange = root / os.fsdecode(b"caf\xe9.txt")
     strange.touch()
     with pytest.raises(BadFiles, match="not UTF-8") as raised:
@@ -114,14 +114,14 @@ def test_a_name_that_is_not_utf_8_is_refused_unless_it_stays_here(root: Path) ->
     assert "a name\nof two lines" in {entry.path for entry in project.decode(data).files}
 
 
-def test_git_has_no_say_where_it_ignores_the_whole_project(root: Path) -> None:
+def test_all_files_are_sent_if_git_ignores_the_whole_project(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root.parent)], check=True)
     (root.parent / ".gitignore").write_text("*\n")
     assert {"train.py", "lib/model.py"} <= set(project.find_files(root)), "a home that is a repository of settings"
     assert ".venv/bin/python" not in project.find_files(root)
 
 
-def test_what_git_ignores_is_not_sent_because_git_does_not_answer(root: Path) -> None:
+def test_failure_of_git_is_reported_instead_of_sending_ignored_files(root: Path) -> None:
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     (root / ".git" / "config").write_text("[broken")
     with pytest.raises(BadFiles, match="Git") as raised:
@@ -130,7 +130,7 @@ def test_what_git_ignores_is_not_sent_because_git_does_not_answer(root: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("patterns", "gone"),
+    ("patterns", "ignored"),
     [
         ("data\n", {"data/big.bin"}),
         ("*.bin  \n# a comment\n\n", {"data/big.bin"}),
@@ -138,13 +138,13 @@ def test_what_git_ignores_is_not_sent_because_git_does_not_answer(root: Path) ->
         ("/data/", {"data/big.bin"}),
     ],
 )
-def test_what_shoalignore_names_stays_here(root: Path, patterns: str, gone: set[str]) -> None:
+def test_files_in_shoalignore_are_not_sent(root: Path, patterns: str, ignored: set[str]) -> None:
     before = set(project.find_files(root))
     (root / ".shoalignore").write_text(patterns)
-    assert set(project.find_files(root)) == (before | {".shoalignore"}) - gone
+    assert set(project.find_files(root)) == (before | {".shoalignore"}) - ignored
 
 
-def test_the_size_and_the_largest_files_are_told_and_too_much_is_refused(root: Path) -> None:
+def test_size_and_largest_files_are_described_and_the_limit_is_enforced(root: Path) -> None:
     files = project.find_files(root)
     assert project.describe(files).startswith("5 files, 4.9 KiB; the largest: data/big.bin 4.9 KiB, ")
     project.check_size(files, 6000)
@@ -154,33 +154,33 @@ def test_the_size_and_the_largest_files_are_told_and_too_much_is_refused(root: P
     assert ".shoalignore" in raised.value.do
 
 
-def test_a_project_is_laid_out_as_it_was_and_named_by_what_it_holds(root: Path, tmp_path: Path) -> None:
-    found, contents = project.hash_files(project.find_files(root))
+def test_project_is_written_back_from_its_blobs_and_named_by_its_contents(root: Path, tmp_path: Path) -> None:
+    sent, paths = project.hash_files(project.find_files(root))
     blobs = tmp_path / "blobs"
     blobs.mkdir()
-    for digest, path in contents.items():
+    for digest, path in paths.items():
         (blobs / digest).write_bytes(path.read_bytes())
-    name, data = project.encode(found)
-    project.write_files(project.decode(data), blobs, tmp_path / "there")
-    for entry in found.files:
-        assert (tmp_path / "there" / entry.path).read_bytes() == (root / entry.path).read_bytes()
-    assert (tmp_path / "there" / "run.sh").stat().st_mode & 0o100
-    assert not (tmp_path / "there" / "train.py").stat().st_mode & 0o077, "nobody else's business"
-    project.write_files(found, blobs, tmp_path / "there")
+    name, data = project.encode(sent)
+    project.write_files(project.decode(data), blobs, tmp_path / "copy")
+    for entry in sent.files:
+        assert (tmp_path / "copy" / entry.path).read_bytes() == (root / entry.path).read_bytes()
+    assert (tmp_path / "copy" / "run.sh").stat().st_mode & 0o100
+    assert not (tmp_path / "copy" / "train.py").stat().st_mode & 0o077, "readable by its owner only"
+    project.write_files(sent, blobs, tmp_path / "copy")
     assert not list(tmp_path.glob("*.part"))
     (root / "notes.txt").write_text("hello!")
     assert project.encode(project.hash_files(project.find_files(root))[0])[0] != name
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", "", "a\0b"])
-def test_no_file_leaves_the_directory_of_its_project(path: str) -> None:
+def test_path_outside_the_project_is_rejected(path: str) -> None:
     _, data = project.encode(Project((ProjectFile(path, "0" * 64, 1),)))
     with pytest.raises(PackDamaged):
         project.decode(data)
 
 
 @pytest.mark.parametrize("digest", ["../../secret", "/etc/passwd", "", "0" * 63])
-def test_no_file_of_a_project_is_taken_from_elsewhere(digest: str) -> None:
+def test_invalid_hash_in_a_project_is_rejected(digest: str) -> None:
     _, data = project.encode(Project((ProjectFile("train.py", digest, 1),)))
-    with pytest.raises(PackDamaged, match="has no hash"):
+    with pytest.raises(PackDamaged, match="invalid hash"):
         project.decode(data)

@@ -25,7 +25,7 @@ from shoal.coordinator.member_handler import MAX_NAME, MemberHandler
 from shoal.coordinator.server.websocket import SCOPE, OnMessage
 from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.storage import logs
-from shoal.coordinator.storage.blobs import ENVIRONMENTS, FOLDER, Blobs
+from shoal.coordinator.storage.blobs import ENVIRONMENT_BLOBS, FOLDER, Blobs
 from shoal.coordinator.storage.run_files import RunFiles
 from shoal.errors import (
     BadMessage,
@@ -64,7 +64,7 @@ class ApiRoutes:
         self._members = MemberHandler(service)
         self.agent_handler = AgentHandler(service)
         self._commands = RunCommands(service)
-        self.blobs, self._environments = Blobs(service.directory / FOLDER), Blobs(service.directory / ENVIRONMENTS)
+        self.blobs, self._environments = Blobs(service.directory / FOLDER), Blobs(service.directory / ENVIRONMENT_BLOBS)
         self.files = RunFiles(service.run_dir)
         self._file_routes = FileRoutes(self.files, lambda user, run: self._commands.find_own(user, run).name)
         self._shut_down = shut_down

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shoal.coordinator.pools.pool_worker import EndTimes, PoolWorker
 from shoal.coordinator.service import CoordinatorService
-from shoal.coordinator.storage.blobs import ENVIRONMENTS, Blobs
+from shoal.coordinator.storage.blobs import ENVIRONMENT_BLOBS, Blobs
 from shoal.core.fleet.events import AgentNotice
 from shoal.core.provisioning import budget
 from shoal.core.provisioning import decide as provisioning
@@ -191,8 +191,8 @@ def open_pools(service: CoordinatorService, directory: Path) -> Provisioner | No
 
     if not service.state.provisioning.allocations:
         # Only machines download environments, also machines that were requested before this coordinator started.
-        shutil.rmtree(directory / ENVIRONMENTS, ignore_errors=True)
-    environments = PoolEnvironments(Blobs(directory / ENVIRONMENTS))
+        shutil.rmtree(directory / ENVIRONMENT_BLOBS, ignore_errors=True)
+    environments = PoolEnvironments(Blobs(directory / ENVIRONMENT_BLOBS))
 
     def request_of(submit: pe.SubmitAllocation) -> AllocationRequest:
         engine = pools[submit.pool][1]

@@ -21,7 +21,8 @@ from shoal.errors import BadRequest, JournalUnwritable, PackDamaged, UnknownBlob
 from shoal.pack import project
 
 FOLDER = "blobs"
-ENVIRONMENTS = "stowed"
+# Not "environments": local pools use the same directory, and agents cache their built environments under that name.
+ENVIRONMENT_BLOBS = "environment_blobs"
 KEEP_S = 24 * 3600.0
 MAX_BLOB_BYTES = 4 << 30
 _CHUNK_BYTES = 1 << 20

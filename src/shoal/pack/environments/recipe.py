@@ -1,4 +1,4 @@
-"""What agents run in on machines that may have nothing but Python: which kind it is, and what has to go there."""
+"""Recipe of an environment: its kind, and the files from which a machine builds it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class PublishedEnvironment:
-    """An environment that was put where machines can fetch it, by the hashes of Shoal's wheel and of its recipe."""
+    """Environment that machines can fetch from the coordinator: the hashes of Shoal's wheel and of the recipe."""
 
     shoal: str
     recipe: str
 
 
 class EnvironmentRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a machine makes it: `files` are hashes by name, `made_of` is the hash of all that it depends on.
+    """Instructions for a machine: `files` maps names to hashes, `made_of` identifies the environment that results.
 
-    `shoal` and `pip` are the names of wheels among the files; there may be no pip.
+    `shoal` and `pip` name wheels among the files; `pip` is empty if pip is not installed here, or not needed.
     """
 
     kind: str
@@ -48,7 +48,7 @@ PLACEHOLDER = PublishedEnvironment("<shoal>", "<recipe>")
 
 
 def kind_of(text: str) -> str:
-    """What an environment is, by its name."""
+    """Return the kind of an environment by its file name; raise BadEnvironment for an unknown one."""
     name = Path(text).name
     if text == SHOAL_ONLY or name.endswith(".txt") or (name.startswith("pylock.") and name.endswith(".toml")):
         return REQUIREMENTS
@@ -56,12 +56,14 @@ def kind_of(text: str) -> str:
         return ARCHIVE
     if name.endswith(".pex"):
         return PEX
-    do = f"write it as requirements: {_EXPORT}" if name == "uv.lock" else f"give {KINDS}"
-    raise BadEnvironment(f"{name or text!r} is no environment that Shoal can make", why="its kind is unknown", do=do)
+    do = f"export it as requirements: {_EXPORT}" if name == "uv.lock" else f"use {KINDS}"
+    raise BadEnvironment(
+        f"unknown kind of environment: {name or repr(text)}", why="the kind is taken from the file name", do=do
+    )
 
 
 def resolve(text: str, base: Path, where: str = "") -> str:
-    """An environment as shoal.toml names it, found on this disk: relative to the file's folder; empty stays empty."""
+    """Return the absolute path of an environment as shoal.toml names it, relative to `base`; "" and "shoal" stay."""
     if text in ("", SHOAL_ONLY):
         return text
     try:
@@ -71,42 +73,42 @@ def resolve(text: str, base: Path, where: str = "") -> str:
     path = base / Path(text).expanduser()
     if not path.is_file():
         raise BadEnvironment(
-            f"there is no file {text}",
+            f"no such file: {text}",
             where=where,
             why=f"looked for {path}",
-            do="correct environment, or make the file",
+            do="correct environment, or create the file",
         )
     return str(path.resolve())
 
 
 def publish(text: str, put: Callable[[Path | bytes], str]) -> PublishedEnvironment:
-    """Put everything that machines will need where they can fetch it; `put` keeps it, and gives its hash."""
+    """Store everything that machines need for an environment; `put` stores a file or bytes and returns its hash."""
     name, data = wheel.build_shoal_wheel()
-    ours = put(data)
+    shoal = put(data)
     kind, label = kind_of(text), Path(text).name
     files: dict[str, str] = {}
     if kind == REQUIREMENTS:
-        given = requirements.gather(Path(text)) if text != SHOAL_ONLY else {requirements.MAIN_FILE: b""}
-        files = {one: _put(put, source) for one, source in given.items()}
+        sources = requirements.gather(Path(text)) if text != SHOAL_ONLY else {requirements.MAIN_FILE: b""}
+        files = {file: _put(put, source) for file, source in sources.items()}
     else:
         files = {label: _put(put, Path(text))}
-    # An archive is the same whatever Shoal comes beside it; what is installed depends on both.
-    made_of = _hash(kind, *(part for pair in sorted(files.items()) for part in pair), *_with(kind, ours))
+    # Shoal is installed into an environment of requirements, but put beside a packed one.
+    made_of = _hash(
+        kind, *(part for pair in sorted(files.items()) for part in pair), *((shoal,) if kind == REQUIREMENTS else ())
+    )
     pip = wheel.build_pip_wheel() if kind == REQUIREMENTS else None
-    files |= {name: ours, **({pip[0]: put(pip[1])} if pip is not None else {})}
+    files |= {name: shoal, **({pip[0]: put(pip[1])} if pip is not None else {})}
     recipe = EnvironmentRecipe(kind, label, files, made_of, name, pip[0] if pip is not None else "")
-    return PublishedEnvironment(ours, put(msgspec.json.encode(recipe)))
-
-
-def _with(kind: str, shoal: str) -> tuple[str, ...]:
-    return (shoal,) if kind == REQUIREMENTS else ()
+    return PublishedEnvironment(shoal, put(msgspec.json.encode(recipe)))
 
 
 def _put(put: Callable[[Path | bytes], str], source: Path | bytes) -> str:
     try:
         return put(source)
     except OSError as error:
-        raise BadEnvironment(f"{source!s} cannot be sent along", why=error.strerror or str(error)) from error
+        raise BadEnvironment(
+            f"{source!s} cannot be stored for other machines", why=error.strerror or str(error)
+        ) from error
 
 
 def _hash(*parts: str) -> str:

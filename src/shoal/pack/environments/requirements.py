@@ -1,5 +1,9 @@
-"""Requirements files as they travel: with all that they refer to on this disk, and nothing that only is here; pure but
-for reading files."""
+"""Requirements files that machines can install: rewritten to need nothing else from this disk.
+
+`-r` and `-c` lines are followed, and included files renamed so that all fit into one folder. Local wheels and source
+archives are sent along. Local directories cannot be, and raise BadEnvironment. A `pylock.toml` (PEP 751) is converted
+to requirements with hashes. Nothing is resolved or downloaded here.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,15 @@ import msgspec
 from shoal.errors import BadEnvironment
 
 MAIN_FILE = "requirements.txt"
-_REFERS = re.compile(r"(-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(\S+)\s*(?:#.*)?")
+_INCLUDE = re.compile(r"(-r|--requirement|-c|--constraint)(?:\s+|=|(?<=-[rc]))(\S+)\s*(?:#.*)?")
 _EDITABLE = re.compile(r"(-e|--editable)\b")
-_NEAR = re.compile(r"(-f|--find-links)[ =]*(?![/~=\s]|\w+://)")
-_FILES = (".whl", ".tar.gz", ".zip", ".tar.bz2")
-_ANEW = "make it anew, or give a requirements.txt"
+_LOCAL_LINKS = re.compile(r"(-f|--find-links)[ =]*(?![/~=\s]|\w+://)")
+_PACKAGE_FILES = (".whl", ".tar.gz", ".zip", ".tar.bz2")
+_LOCK_AGAIN = "create the lock again, or use a requirements.txt"
 _WHEELS = "build a wheel of it (pip wheel --no-deps) and name that, or leave it out if it is the project itself"
 
 
-class _File(msgspec.Struct, frozen=True):
+class _LockedFile(msgspec.Struct, frozen=True):
     hashes: Mapping[str, str]
 
 
@@ -30,96 +34,100 @@ class _Package(msgspec.Struct, frozen=True):
     name: str
     version: str = ""
     marker: str = ""
-    wheels: tuple[_File, ...] = ()
-    sdist: _File | None = None
+    wheels: tuple[_LockedFile, ...] = ()
+    sdist: _LockedFile | None = None
 
 
 class _Lock(msgspec.Struct, frozen=True):
-    """What counts here of a pylock.toml; there is more in it."""
+    """Fields of a pylock.toml that are used here."""
 
     packages: tuple[_Package, ...]
 
 
 def gather(path: Path) -> dict[str, Path | bytes]:
-    """The file and whatever it includes, each under a name in one folder; what it names on this disk comes along."""
+    """Return a requirements file and all local files that it refers to, each under its name in one flat folder."""
     if path.name.endswith(".toml"):
         return {MAIN_FILE: from_lock(_load(path), str(path)).encode()}
-    found: dict[str, Path | bytes] = {}
-    _take(path, MAIN_FILE, found, {})
-    return found
+    files: dict[str, Path | bytes] = {}
+    _add_file(path, MAIN_FILE, files, {})
+    return files
 
 
-def _take(path: Path, name: str, found: dict[str, Path | bytes], names: dict[Path, str]) -> None:
+def _add_file(path: Path, name: str, files: dict[str, Path | bytes], names: dict[Path, str]) -> None:
+    """Add a rewritten requirements file, and the files that it refers to, to `files`; `names` holds those added."""
+    # The name is registered before the lines are read, because files may include each other.
     names[path.resolve()] = name
-    found[name] = b""
-    lines = [_line(line, path, found, names) for line in join_continued_lines(_text(path))]
-    found[name] = ("\n".join(lines) + "\n").encode()
+    files[name] = b""
+    lines = [_rewrite(line, path, files, names) for line in join_continued_lines(_text(path))]
+    files[name] = ("\n".join(lines) + "\n").encode()
 
 
 def join_continued_lines(text: str) -> Iterator[str]:
-    """Its lines, those that a backslash goes on with made one."""
-    kept = ""
+    """Yield the lines of a text, with those that end in a backslash joined to the next."""
+    joined = ""
     for line in text.splitlines():
-        kept += line
+        joined += line
         if not line.endswith("\\") or line.lstrip().startswith("#"):
-            yield kept
-            kept = ""
+            yield joined
+            joined = ""
         else:
-            kept = kept[:-1] + " "
-    if kept:
-        yield kept
+            joined = joined[:-1] + " "
+    if joined:
+        yield joined
 
 
-def _line(line: str, path: Path, found: dict[str, Path | bytes], names: dict[Path, str]) -> str:
+def _rewrite(line: str, path: Path, files: dict[str, Path | bytes], names: dict[Path, str]) -> str:
     words = line.strip()
     if not words or words.startswith("#"):
         return words
-    if _EDITABLE.match(words) or _NEAR.match(words):
+    if _EDITABLE.match(words) or _LOCAL_LINKS.match(words):
         raise _local(path, words)
-    refers = _REFERS.fullmatch(words)
-    if refers is not None:
-        return words if "://" in refers[2] else f"{refers[1]} {_included(path.parent / refers[2], found, names)}"
-    named = words.split()[0]
-    if named.startswith("-") or "://" in words or (not named.startswith((".", "/", "~")) and "/" not in named):
+    include = _INCLUDE.fullmatch(words)
+    if include is not None:
+        return words if "://" in include[2] else f"{include[1]} {_include(path.parent / include[2], files, names)}"
+    requirement = words.split()[0]
+    is_path = requirement.startswith((".", "/", "~")) or "/" in requirement
+    if requirement.startswith("-") or "://" in words or not is_path:
         return words
-    source = (path.parent / Path(named).expanduser()).resolve()
-    if not named.endswith(_FILES) or not source.is_file():
+    source = (path.parent / Path(requirement).expanduser()).resolve()
+    if not requirement.endswith(_PACKAGE_FILES) or not source.is_file():
         raise _local(path, words)
-    found[source.name] = source
-    return words.replace(named, f"./{source.name}", 1)
+    files[source.name] = source
+    return words.replace(requirement, f"./{source.name}", 1)
 
 
-def _included(path: Path, found: dict[str, Path | bytes], names: dict[Path, str]) -> str:
-    known = names.get(path.resolve())
-    if known is None:
-        known = f"included-{len(names)}.txt"
-        _take(path, known, found, names)
-    return known
+def _include(path: Path, files: dict[str, Path | bytes], names: dict[Path, str]) -> str:
+    """Return the new name of an included file; add the file first if it is new."""
+    name = names.get(path.resolve())
+    if name is None:
+        name = f"included-{len(names)}.txt"
+        _add_file(path, name, files, names)
+    return name
 
 
 def from_lock(lock: Mapping[str, Any], where: str = "") -> str:
-    """The requirements that a pylock.toml (PEP 751) stands for, each with its hashes; pure.
+    """Return the requirements, with hashes, that a parsed pylock.toml (PEP 751) stands for.
 
-    Where packages are fetched from is left to pip and its configuration on the machine.
+    Its URLs are dropped: pip and its configuration on the machine decide which index to use.
     """
     if not str(lock.get("lock-version", "")).startswith("1."):
         raise BadEnvironment(
-            "this is no lock that Shoal can read", where=where, why="it is not of lock-version 1.x", do=_ANEW
+            "unsupported lock file", where=where, why="only lock-version 1.x is supported", do=_LOCK_AGAIN
         )
     try:
         packages = msgspec.convert(lock, _Lock).packages
     except msgspec.ValidationError as error:
-        raise BadEnvironment("the lock is damaged", where=where, why=str(error), do=_ANEW) from error
+        raise BadEnvironment("invalid lock file", where=where, why=str(error), do=_LOCK_AGAIN) from error
     lines = []
     for package in packages:
         files = [*package.wheels, *([package.sdist] if package.sdist is not None else ())]
-        hashes = sorted({f"--hash=sha256:{one.hashes['sha256']}" for one in files if "sha256" in one.hashes})
+        hashes = sorted({f"--hash=sha256:{file.hashes['sha256']}" for file in files if "sha256" in file.hashes})
         if not package.version or not hashes:
             raise BadEnvironment(
-                f"{package.name} of the lock is not one of an index",
+                f"package {package.name} of the lock file does not come from an index",
                 where=where,
-                why="it is a folder, a repository or an archive of its own",
-                do="lock wheels of an index, or give a requirements.txt",
+                why="it is a directory, a repository or a single archive",
+                do="lock packages of an index, or use a requirements.txt",
             )
         marker = f" ; {package.marker}" if package.marker else ""
         lines.append(f"{package.name}=={package.version}{marker} {' '.join(hashes)}")
@@ -130,7 +138,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError as error:
-        raise BadEnvironment("the lock cannot be read", where=str(path), why=str(error)) from error
+        raise BadEnvironment("invalid lock file", where=str(path), why=str(error)) from error
 
 
 def _text(path: Path) -> str:
@@ -143,5 +151,8 @@ def _text(path: Path) -> str:
 
 def _local(path: Path, words: str) -> BadEnvironment:
     return BadEnvironment(
-        f"{words!r} cannot be sent to other machines", where=str(path), why="it is a folder of this disk", do=_WHEELS
+        f"{words!r} cannot be sent to other machines",
+        where=str(path),
+        why="it is a directory of this disk, or a missing file",
+        do=_WHEELS,
     )

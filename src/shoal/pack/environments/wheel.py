@@ -1,4 +1,8 @@
-"""Wheels made out of what is installed here: without network, without what built them, the same bytes every time."""
+"""Wheels of Shoal and pip, built from the installed files.
+
+This needs neither network nor build tools. The same files give the same bytes (fixed timestamps, sorted entries), so
+the hash of a wheel changes only with its contents, and machines keep their cached environments.
+"""
 
 from __future__ import annotations
 
@@ -19,62 +23,65 @@ _KEPT = ("METADATA", "entry_points.txt", "top_level.txt")
 
 
 def build_shoal_wheel() -> tuple[str, bytes]:
-    """The file name and contents of a wheel of the Shoal that runs here."""
+    """Return the file name and contents of a wheel of this Shoal; raise BadEnvironment if it is not installed."""
     folder = Path(shoal.__file__).parent
     files = {
         f"shoal/{path.relative_to(folder).as_posix()}": path.read_bytes()
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    found = _metadata("shoal-train")
-    if not found:
+    metadata = _metadata("shoal-train")
+    if not metadata:
         raise BadEnvironment(
-            "Shoal cannot be sent along",
+            "Shoal cannot be sent to other machines",
             where=str(folder),
-            why="it is not installed here, so that nobody knows what it needs",
-            do="pip install it, or leave environment out of the pool",
+            why="it is not installed here, so its dependencies are unknown",
+            do="install it with pip, or remove environment from the pool",
         )
-    return build_wheel("shoal_train", found, files)
+    return build_wheel("shoal_train", metadata, files)
 
 
 def build_pip_wheel() -> tuple[str, bytes] | None:
-    """The same of pip, if it is here: many machines have Python without it."""
-    found = _metadata("pip")
-    listed = importlib.metadata.files("pip") if found else None
+    """Return the file name and contents of a wheel of pip, or None if it is not installed here.
+
+    Many machines have Python without pip.
+    """
+    metadata = _metadata("pip")
+    listed = importlib.metadata.files("pip") if metadata else None
     files = {
-        str(one): Path(str(one.locate())).read_bytes()
-        for one in listed or ()
-        if one.parts[0] == "pip" and one.suffix != ".pyc" and Path(str(one.locate())).is_file()
+        str(file): Path(str(file.locate())).read_bytes()
+        for file in listed or ()
+        if file.parts[0] == "pip" and file.suffix != ".pyc" and Path(str(file.locate())).is_file()
     }
-    return build_wheel("pip", found, files) if files else None
+    return build_wheel("pip", metadata, files) if files else None
 
 
 def build_wheel(name: str, metadata: Mapping[str, str], files: Mapping[str, bytes]) -> tuple[str, bytes]:
-    """A wheel of pure Python; `metadata` are the texts of its .dist-info."""
+    """Return the file name and contents of a pure-Python wheel; `metadata` maps names in .dist-info to texts."""
     version = _version(metadata["METADATA"])
-    about = f"{name}-{version}.dist-info"
-    contents = {**files, **{f"{about}/{one}": text.encode() for one, text in metadata.items()}}
-    contents[f"{about}/WHEEL"] = WHEEL.encode()
+    dist_info = f"{name}-{version}.dist-info"
+    contents = {**files, **{f"{dist_info}/{file}": text.encode() for file, text in metadata.items()}}
+    contents[f"{dist_info}/WHEEL"] = WHEEL.encode()
     contents = dict(sorted(contents.items()))
     record = [f"{path},sha256={_hash(data)},{len(data)}" for path, data in contents.items()]
-    contents[f"{about}/RECORD"] = ("\n".join([*record, f"{about}/RECORD,,"]) + "\n").encode()
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    contents[f"{dist_info}/RECORD"] = ("\n".join([*record, f"{dist_info}/RECORD,,"]) + "\n").encode()
+    wheel = io.BytesIO()
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, data in contents.items():
             entry = zipfile.ZipInfo(path, EPOCH)
             entry.external_attr = 0o644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, data)
-    return f"{name}-{version}-py3-none-any.whl", made.getvalue()
+    return f"{name}-{version}-py3-none-any.whl", wheel.getvalue()
 
 
 def _metadata(name: str) -> dict[str, str]:
     try:
-        known = importlib.metadata.distribution(name)
+        distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return {}
-    texts = {one: known.read_text(one) for one in _KEPT}
-    return {one: text for one, text in texts.items() if text}
+    texts = {file: distribution.read_text(file) for file in _KEPT}
+    return {file: text for file, text in texts.items() if text}
 
 
 def _version(metadata: str) -> str:

@@ -1,4 +1,8 @@
-"""How each kind of environment is made on a machine; needs Linux, Python 3.7 and nothing else."""
+"""Builders of environments, one method for each kind of recipe.
+
+A builder fills a folder of the cache and returns the path of the interpreter in it. The folder is final: virtual
+environments contain absolute paths, so they are built where they will be used.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,12 @@ from shoal.errors import (
     ShoalError,
     VenvUnavailable,
 )
-from shoal.pack.remote.env_cache import node
-from shoal.pack.remote.env_commands import BuildCommands, environ, plain, tail
+from shoal.pack.remote.env_cache import hostname
+from shoal.pack.remote.env_commands import BuildCommands, agent_env, build_env, log_tail
 
 try:
     from lzma import LZMAError
-except ImportError:  # a Python that cannot read such archives at all
+except ImportError:  # this Python cannot read .xz archives at all
     LZMAError = EOFError  # type: ignore[assignment, misc]
 
 TYPE_CHECKING = False
@@ -39,136 +43,145 @@ if TYPE_CHECKING:
     from shoal.pack.remote.bootstrap import BootstrapClient
     from shoal.pack.remote.env_cache import EnvironmentCache
 
-OLDEST = (3, 11)
-NEWER = ("python3.14", "python3.13", "python3.12", "python3.11")
-OFFLINE = re.compile(r"NewConnectionError|NameResolutionError|Max retries exceeded|Network is unreachable|timed out")
-SOURCE = re.compile(r"(-i|-f|--(index-url|extra-index-url|find-links|no-index|trusted-host|pre|prefer-binary))\b")
+MIN_PYTHON = (3, 11)
+NEWER_PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11")
+NO_INDEX = re.compile(r"NewConnectionError|NameResolutionError|Max retries exceeded|Network is unreachable|timed out")
+INDEX_OPTION = re.compile(r"(-i|-f|--(index-url|extra-index-url|find-links|no-index|trusted-host|pre|prefer-binary))\b")
 HASHED = re.compile(r"--hash[= ]|--require-hashes")
-FULL = re.compile(r"No space left on device|Disk quota exceeded")
-SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
-PATHS = "import json, sys; print(json.dumps(sys.path))"
+DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+PRINT_SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+PRINT_SYS_PATH = "import json, sys; print(json.dumps(sys.path))"
 
 
 class EnvironmentBuilder:
-    """Makes what one recipe asks for."""
+    """Builds the environment of one recipe, or finds it in the cache."""
 
     def __init__(self, coordinator: BootstrapClient, cache: EnvironmentCache, recipe: dict[str, Any]) -> None:
         self._coordinator, self._cache, self._recipe = coordinator, cache, recipe
         self._label: str = recipe["label"]
-        self._doing = f"builds its environment from {self._label}"
-        self._steps = BuildCommands(lambda: cache.doing(self._doing), self._label)
+        self._activity = f"builds its environment from {self._label}"
+        self._commands = BuildCommands(lambda: cache.report(self._activity), self._label)
 
-    def ready(self) -> tuple[str, dict[str, str]]:
-        """The interpreter of the environment, and the variables that belong to it."""
+    def prepare(self) -> tuple[str, dict[str, str]]:
+        """Return the interpreter of the environment and the agent's environment variables; build it if necessary."""
         kind = self._recipe["kind"]
-        kinds: dict[str, Callable[[str], str]] = {
+        builders: dict[str, Callable[[str], str]] = {
             "requirements": self._install,
             "archive": self._unpack,
             "pex": self._open_pex,
         }
-        # What is packed may lack Shoal, or have another; what is installed has it from the wheel.
-        beside = "" if kind == "requirements" else self._shoal()
-        made_of = hashlib.sha256("\0".join([self._recipe["made_of"], *self._machine()]).encode()).hexdigest()
+        # Packed environments may lack Shoal, or contain another version; requirements install it from the wheel.
+        shoal_dir = "" if kind == "requirements" else self._shoal_dir()
+        key = hashlib.sha256("\0".join([self._recipe["made_of"], *self._machine_key()]).encode()).hexdigest()
         folder = self._cache.get(
-            f"{kind}-{made_of[:20]}", self._doing, lambda folder: self._check(folder, kinds[kind](folder), beside)
+            f"{kind}-{key[:20]}", self._activity, lambda folder: self._check(folder, builders[kind](folder), shoal_dir)
         )
         with open(os.path.join(folder, "python")) as file:
             python = os.path.join(folder, file.read())
-        return python, environ(dict(os.environ), python, beside)
+        return python, agent_env(dict(os.environ), python, shoal_dir)
 
-    def _machine(self) -> list[str]:
-        """What of this machine an environment depends on: a home may be shared by machines that differ."""
-        here = [platform.machine(), *platform.libc_ver()]
+    def _machine_key(self) -> list[str]:
+        """Return what an environment depends on besides the recipe: machines that differ may share a home."""
+        system = [platform.machine(), *platform.libc_ver()]
         if self._recipe["kind"] == "archive":
-            return here
-        return [*here, os.path.realpath(self._python()), sys.version, str(sysconfig.get_config_var("SOABI"))]
+            return system
+        return [*system, os.path.realpath(self._python()), sys.version, str(sysconfig.get_config_var("SOABI"))]
 
-    # --- kinds: each fills a folder, and gives the interpreter in it
+    # --- builders: each fills a folder and returns the interpreter in it
 
     def _install(self, folder: str) -> str:
-        given, pip = self._fetch(folder), self._recipe["pip"]
+        """Create a virtual environment and install the requirements and Shoal into it."""
+        sources, pip = self._fetch(folder), self._recipe["pip"]
         python = self._venv(folder, *(["--without-pip"] if pip else []))
         if pip:
-            with zipfile.ZipFile(os.path.join(given, pip)) as archive:
-                archive.extractall(self._steps.said(folder, [python, "-c", SITE]))
+            with zipfile.ZipFile(os.path.join(sources, pip)) as archive:
+                archive.extractall(self._commands.output(folder, [python, "-c", PRINT_SITE]))
         shoal = f"./{self._recipe['shoal']}"
-        hashed = any(HASHED.search(line) for line in _lines(given))
+        hashed = any(HASHED.search(line) for line in _requirement_lines(sources))
         self._pip(folder, python, "-r", "requirements.txt", *(() if hashed else (shoal,)))
         if hashed:
-            # What is locked stays as it is; only what it lacks for Shoal is added, from where the rest came from.
-            with open(os.path.join(given, "locked.txt"), "w") as file:
-                file.write(self._steps.said(folder, [python, "-m", "pip", "list", "--format=freeze"]))
-            sources = [line for line in _lines(given) if SOURCE.match(line)]
-            with open(os.path.join(given, "more.txt"), "w") as file:
-                file.write("\n".join([*sources, "-c locked.txt", shoal]) + "\n")
+            # Keep every locked version; add only the packages that Shoal needs besides, from the same indexes.
+            with open(os.path.join(sources, "locked.txt"), "w") as file:
+                file.write(self._commands.output(folder, [python, "-m", "pip", "list", "--format=freeze"]))
+            options = [line for line in _requirement_lines(sources) if INDEX_OPTION.match(line)]
+            with open(os.path.join(sources, "more.txt"), "w") as file:
+                file.write("\n".join([*options, "-c locked.txt", shoal]) + "\n")
             self._pip(folder, python, "-r", "more.txt")
-        shutil.rmtree(given)
+        shutil.rmtree(sources)
         return python
 
-    def _pip(self, folder: str, python: str, *what: str) -> None:
+    def _pip(self, folder: str, python: str, *arguments: str) -> None:
         quiet = ("--no-input", "--disable-pip-version-check", "--progress-bar=off", "--no-warn-script-location")
-        argv = [python, "-m", "pip", "install", *quiet, *what]
-        code = self._steps.run(folder, argv, where=os.path.join(folder, "given"))
+        argv = [python, "-m", "pip", "install", *quiet, *arguments]
+        code = self._commands.run(folder, argv, cwd=os.path.join(folder, "sources"))
         if code != 0:
-            raise self._not_installed(tail(folder) or [f"pip ended with {code}"])
+            raise self._install_error(log_tail(folder) or [f"pip exited with code {code}"])
 
-    def _not_installed(self, said: list[str]) -> ShoalError:
-        if any(FULL.search(line) for line in said):
+    def _install_error(self, output: list[str]) -> ShoalError:
+        """Return the error that pip's output means; raise OSError if the disk is full."""
+        if any(DISK_FULL.search(line) for line in output):
             raise OSError(errno.ENOSPC, "No space left on device", f"the environment from {self._label}")
-        errors = [line for line in said if line.startswith("ERROR:")]
+        errors = [line for line in output if line.startswith("ERROR:")]
         do = f"correct {self._label}"
-        if any(OFFLINE.search(line) for line in said):
-            do = "it reaches no index: write --index-url or --find-links into the file, or set PIP_INDEX_URL by setup"
-        why = "; ".join((errors or said)[-3:])[:600]
-        return EnvironmentNotBuilt(f"{self._label} cannot be installed on {node()}", why=why, do=do)
+        if any(NO_INDEX.search(line) for line in output):
+            do = "no index is reachable: add --index-url or --find-links to the file, or set PIP_INDEX_URL in setup"
+        why = "; ".join((errors or output)[-3:])[:600]
+        return EnvironmentNotBuilt(f"{self._label} cannot be installed on {hostname()}", why=why, do=do)
 
     def _unpack(self, folder: str) -> str:
-        given, inside = self._fetch(folder), os.path.join(folder, "env")
-        os.mkdir(inside)
+        """Unpack an archive, and run its conda-unpack if it has one."""
+        sources, target = self._fetch(folder), os.path.join(folder, "env")
+        os.mkdir(target)
         try:
-            with tarfile.open(os.path.join(given, self._label)) as archive:
+            with tarfile.open(os.path.join(sources, self._label)) as archive:
                 for member in archive:
-                    self._cache.doing(self._doing)
-                    _extract(archive, member, inside)
+                    self._cache.report(self._activity)
+                    _extract(archive, member, target)
         except (tarfile.TarError, EOFError, zlib.error, LZMAError) as error:
             raise self._damaged(str(error)) from error
         except OSError as error:
             if error.errno is None:
                 raise self._damaged(str(error)) from error
             raise
-        shutil.rmtree(given)
-        tops = [inside, *(os.path.join(inside, one) for one in os.listdir(inside))]
-        top = next((one for one in tops if os.path.lexists(os.path.join(one, "bin", "python"))), None)
-        if top is None:
-            raise self._damaged("there is no bin/python in it")
-        python, mend = os.path.join(top, "bin", "python"), os.path.join(top, "bin", "conda-unpack")
-        if os.path.exists(mend):
-            self._steps.said(folder, [python, mend])
+        shutil.rmtree(sources)
+        # The environment is the root of the archive, or a folder in it.
+        candidates = [target, *(os.path.join(target, name) for name in os.listdir(target))]
+        root = next((path for path in candidates if os.path.lexists(os.path.join(path, "bin", "python"))), None)
+        if root is None:
+            raise self._damaged("it contains no bin/python")
+        python, conda_unpack = os.path.join(root, "bin", "python"), os.path.join(root, "bin", "conda-unpack")
+        if os.path.exists(conda_unpack):
+            self._commands.output(folder, [python, conda_unpack])
         return python
 
     def _damaged(self, why: str) -> ArchiveDamaged:
-        do = "pack it anew: conda-pack, venv-pack, or tar of a virtual environment"
-        return ArchiveDamaged(f"{self._label} cannot be unpacked on {node()}", why=why, do=do)
+        do = "create the archive again with conda-pack, venv-pack, or tar of a virtual environment"
+        return ArchiveDamaged(f"{self._label} cannot be unpacked on {hostname()}", why=why, do=do)
 
     def _open_pex(self, folder: str) -> str:
-        """What a .pex finds when it runs is what a plain environment finds: members start interpreters of their own."""
-        given, python = self._fetch(folder), self._venv(folder, "--without-pip")
-        own = {"PEX_INTERPRETER": "1", "PEX_ROOT": os.path.join(folder, "pex")}
-        argv = [python, os.path.join(given, self._label), "-c", PATHS]
-        places = json.loads(self._steps.said(folder, argv, own).splitlines()[-1])
-        site = self._steps.said(folder, [python, "-c", SITE])
+        """Create a virtual environment that imports what the .pex contains.
+
+        The .pex itself would not do: members start interpreters of their own.
+        """
+        sources, python = self._fetch(folder), self._venv(folder, "--without-pip")
+        variables = {"PEX_INTERPRETER": "1", "PEX_ROOT": os.path.join(folder, "pex")}
+        argv = [python, os.path.join(sources, self._label), "-c", PRINT_SYS_PATH]
+        search_path = json.loads(self._commands.output(folder, argv, variables).splitlines()[-1])
+        site = self._commands.output(folder, [python, "-c", PRINT_SITE])
         with open(os.path.join(site, "pex.pth"), "w") as file:
-            file.write("\n".join(one for one in places if one.startswith(folder) and one != site) + "\n")
+            file.write("\n".join(path for path in search_path if path.startswith(folder) and path != site) + "\n")
         return python
 
-    # --- what they have in common
+    # --- shared by the builders
 
-    def _shoal(self) -> str:
-        """Where Shoal is laid out, to be found beside what is packed."""
+    def _shoal_dir(self) -> str:
+        """Return the folder with Shoal's own files, which goes onto PYTHONPATH of packed environments."""
         digest = self._recipe["files"][self._recipe["shoal"]]
-        return self._cache.get(f"shoal-{digest[:20]}", "fetches Shoal", lambda folder: self._lay_out(digest, folder))
+        return self._cache.get(
+            f"shoal-{digest[:20]}", "downloads Shoal", lambda folder: self._unpack_shoal(digest, folder)
+        )
 
-    def _lay_out(self, digest: str, folder: str) -> None:
+    def _unpack_shoal(self, digest: str, folder: str) -> None:
         wheel = os.path.join(folder, "shoal.whl")
         self._coordinator.get(digest, wheel)
         with zipfile.ZipFile(wheel) as archive:
@@ -176,70 +189,74 @@ class EnvironmentBuilder:
         os.unlink(wheel)
 
     def _fetch(self, folder: str) -> str:
-        given = os.path.join(folder, "given")
-        os.mkdir(given)
+        """Download the files of the recipe that this kind needs; return their folder."""
+        sources = os.path.join(folder, "sources")
+        os.mkdir(sources)
         for name, digest in self._recipe["files"].items():
             if self._recipe["kind"] == "requirements" or name == self._label:
-                self._cache.doing(self._doing)
-                self._coordinator.get(digest, os.path.join(given, os.path.basename(name)))
-        return given
+                self._cache.report(self._activity)
+                self._coordinator.get(digest, os.path.join(sources, os.path.basename(name)))
+        return sources
 
     def _python(self) -> str:
-        """The one that runs this, or a newer one of this machine."""
-        if sys.version_info >= OLDEST:
+        """Return this interpreter, or a newer one of this machine if it is too old for Shoal."""
+        if sys.version_info >= MIN_PYTHON:
             return sys.executable
-        found = next(filter(None, map(shutil.which, NEWER)), None)
-        if found is None:
+        newer = next(filter(None, map(shutil.which, NEWER_PYTHONS)), None)
+        if newer is None:
             raise _too_old(sys.executable, platform.python_version())
-        return found
+        return newer
 
-    def _venv(self, folder: str, *how: str) -> str:
-        where = os.path.join(folder, "venv")
-        code = self._steps.run(folder, [self._python(), "-m", "venv", *how, where])
+    def _venv(self, folder: str, *options: str) -> str:
+        venv = os.path.join(folder, "venv")
+        code = self._commands.run(folder, [self._python(), "-m", "venv", *options, venv])
         if code != 0:
-            why = "; ".join(tail(folder)[-3:])[:400] or f"exit code {code}"
-            do = "install it there (Debian, Ubuntu: python3-venv), or name another as python of the pool"
-            raise VenvUnavailable(f"{self._python()} on {node()} cannot make environments", why=why, do=do)
-        return os.path.join(where, "bin", "python")
+            why = "; ".join(log_tail(folder)[-3:])[:400] or f"exit code {code}"
+            do = "install venv there (Debian, Ubuntu: python3-venv), or name another Python as python of the pool"
+            raise VenvUnavailable(
+                f"{self._python()} on {hostname()} cannot create virtual environments", why=why, do=do
+            )
+        return os.path.join(venv, "bin", "python")
 
-    def _check(self, folder: str, python: str, beside: str) -> None:
-        """See that an agent can start in it, and note how."""
-        version = self._steps.said(folder, [python, "-c", "import sys; print(*sys.version_info[:2])"]).split()
-        if tuple(map(int, version)) < OLDEST:
-            raise _too_old(f"that of {self._label}", ".".join(version))
-        env = environ(plain(folder), python, beside)
-        if self._steps.run(folder, [python, "-c", "import shoal.agent.__main__"], env=env) != 0:
-            do = "pack it with what Shoal needs, for machines like this one: pip install shoal before packing"
-            why = (tail(folder) or ["it said nothing"])[-1]
-            raise EnvironmentUnusable(f"no agent can start in {self._label} on {node()}", why=why, do=do)
+    def _check(self, folder: str, python: str, shoal_dir: str) -> None:
+        """Raise if no agent can start in the environment; otherwise write the path of its interpreter to `python`."""
+        version = self._commands.output(folder, [python, "-c", "import sys; print(*sys.version_info[:2])"]).split()
+        if tuple(map(int, version)) < MIN_PYTHON:
+            raise _too_old(f"the interpreter of {self._label}", ".".join(version))
+        env = agent_env(build_env(folder), python, shoal_dir)
+        if self._commands.run(folder, [python, "-c", "import shoal.agent.__main__"], env=env) != 0:
+            do = "pack it on a machine like this one, with Shoal's dependencies: pip install shoal-train before packing"
+            why = (log_tail(folder) or ["it printed nothing"])[-1]
+            raise EnvironmentUnusable(f"no agent can start in {self._label} on {hostname()}", why=why, do=do)
         with open(os.path.join(folder, "python"), "w") as file:
             file.write(os.path.relpath(python, folder))
         shutil.rmtree(os.path.join(folder, "tmp"), ignore_errors=True)
 
 
-def _lines(given: str) -> list[str]:
-    """What all requirements files say."""
-    found = []
-    for name in sorted(one for one in os.listdir(given) if one.endswith(".txt")):
-        with open(os.path.join(given, name)) as file:
-            found += [line.strip() for line in file]
-    return found
+def _requirement_lines(sources: str) -> list[str]:
+    """Return the lines of all requirements files in a folder."""
+    lines = []
+    for name in sorted(name for name in os.listdir(sources) if name.endswith(".txt")):
+        with open(os.path.join(sources, name)) as file:
+            lines += [line.strip() for line in file]
+    return lines
 
 
-def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, inside: str) -> None:
+def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, target: str) -> None:
+    """Extract one member as the current user; raise TarError if it would leave `target`."""
     name = os.path.normpath(member.name)
     if os.path.isabs(name) or name.split(os.sep)[0] == "..":
-        raise tarfile.TarError(f"{member.name!r} would be written elsewhere")
+        raise tarfile.TarError(f"{member.name!r} is outside the archive's folder")
     member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
     if hasattr(tarfile, "tar_filter"):
-        archive.extract(member, inside, filter="tar")
+        archive.extract(member, target, filter="tar")
     else:
-        archive.extract(member, inside)
+        archive.extract(member, target)
 
 
 def _too_old(python: str, version: str) -> PythonTooOld:
-    oldest = ".".join(map(str, OLDEST))
-    do = "name a newer one as python of the pool, or pack one into an archive"
+    oldest = ".".join(map(str, MIN_PYTHON))
+    do = "name a newer Python as python of the pool, or use a packed environment that contains one"
     return PythonTooOld(
-        f"the Python of {node()} is too old", why=f"{python} is Python {version}, needed is {oldest}", do=do
+        f"Python on {hostname()} is too old", why=f"{python} is Python {version}; need {oldest} or newer", do=do
     )

@@ -1,14 +1,19 @@
-"""The environments of a machine, or of all machines that share a home; needs Linux, Python 3.7 and nothing else.
+"""Cache of environments on a machine, or on all machines that share a home directory.
 
-Each is kept under the hash of what it is made of::
+NAME contains the hash of everything an environment depends on::
 
-    NAME.ready        names the folder of the one that is whole; it appears in one moment, or never
-    NAME-RANDOM/      an environment, in the place that it was made for; without a .ready it is nobody's
-    NAME.lock         is held by who makes it; where files cannot be locked, several may, and the first one counts
-    NAME.log          what was said when it could not be made
-    shoal-HASH.whl    what makes all of it
+    NAME.ready        name of the folder that holds the finished environment; created atomically
+    NAME-RANDOM/      one environment, finished or not; it counts only if a .ready file names it
+    NAME-RANDOM/used  locked (shared) by every agent that runs in the environment and by its builder
+    NAME.lock         locked (exclusive) by the builder, and holds its process id and host
+    NAME.log          output of the last failed build
+    NAME.failed       error of the last failed build, for agents that waited for it
+    shoal-HASH.whl    wheel of Shoal, from which this module is imported
 
-An agent holds a lock on `used` in its environment for as long as it lives. What nobody has used for a month is removed.
+Invariants. A .ready file names a complete environment. A folder is removed only when no process locks its `used`: an
+environment after a month without use, an unfinished folder after an hour. Locks belong to open files, so the kernel
+releases them with their process, however it ends. Some network file systems have no locks; there several processes may
+build at once, the first to create the .ready file wins, and ages alone decide what is removed.
 """
 
 from __future__ import annotations
@@ -30,137 +35,143 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BUILD_S = 3600.0
-LOOK_S = 0.1
+BUILD_TIMEOUT_S = 3600.0
+POLL_S = 0.1
 STALE_S = 3600.0
 UNUSED_S = 30 * 86400.0
 
 
 class EnvironmentCache:
-    """What was made in a directory. `doing` is told what is being done, as often as one likes."""
+    """Environments in one directory.
 
-    def __init__(self, root: str, doing: Callable[[str], None]) -> None:
-        self._root, self.doing = root, doing
+    `report` is called with the present activity several times a second while a build runs or waits; it may raise.
+    """
+
+    def __init__(self, root: str, report: Callable[[str], None]) -> None:
+        self._root, self.report = root, report
         os.makedirs(root, mode=0o700, exist_ok=True)
 
-    def get(self, name: str, doing: str, make: Callable[[str], None]) -> str:
-        """The folder of what has this name; if there is none, `make` fills one, and nobody sees it before it is whole.
+    def get(self, name: str, activity: str, build: Callable[[str], None]) -> str:
+        """Return the folder of an environment; if there is none, call `build` with an empty folder and publish it.
 
-        It is held from now on, for as long as this process lives.
+        This process, and the agent that it becomes, lock the folder against removal until they exit.
         """
-        found = self._find(name)
-        if found is None:
-            began = time.time()
-            with self._alone(name, doing):
-                found = self._find(name) or self._make(name, doing, make, began)
-        return found
+        folder = self._find(name)
+        if folder is None:
+            started = time.time()
+            with self._lock(name, activity):
+                folder = self._find(name) or self._build(name, activity, build, started)
+        return folder
 
     def _find(self, name: str) -> str | None:
+        """Return the folder of a finished environment and lock it, or None if it is missing or unusable."""
         ready = self._path(f"{name}.ready")
         try:
             with open(ready) as file:
                 folder = self._path(file.read())
-            held = os.open(os.path.join(folder, "used"), os.O_RDWR | os.O_CREAT, 0o600)
+            used = os.open(os.path.join(folder, "used"), os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:
             return None
-        os.utime(held)
+        os.utime(used)
         with contextlib.suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        # Whoever removes what is unused takes the .ready away first, and looks at `used` then.
-        if os.path.exists(ready) and _works(folder):
-            os.set_inheritable(held, True)
+            fcntl.flock(used, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # `_folder_to_keep` removes the .ready file and then checks `used` again, so one of us notices the other.
+        if os.path.exists(ready) and _is_usable(folder):
+            os.set_inheritable(used, True)
             return folder
-        os.close(held)
+        os.close(used)
         return None
 
     @contextlib.contextmanager
-    def _alone(self, name: str, doing: str) -> Iterator[None]:
-        """While nobody else makes it, if files can be locked here."""
+    def _lock(self, name: str, activity: str) -> Iterator[None]:
+        """Wait for the build lock of an environment, if files can be locked here, and hold it."""
         lock = os.open(self._path(f"{name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + BUILD_S
+        deadline = time.monotonic() + BUILD_TIMEOUT_S
         try:
-            while not _locked(lock):
-                who = os.pread(lock, 200, 0).decode(errors="replace") or "another"
-                self.doing(f"waits for {who}, which {doing}")
+            while not _try_lock(lock):
+                owner = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+                self.report(f"waits for {owner}, which {activity}")
                 if time.monotonic() > deadline:
-                    why = f"{who} has been at it for {BUILD_S:g} s"
-                    raise EnvironmentNotBuilt("the environment was not ready in time", why=why, do=f"end {who}")
-                time.sleep(LOOK_S)
+                    why = f"{owner} has been building it for {BUILD_TIMEOUT_S:g} s"
+                    raise EnvironmentNotBuilt("timed out waiting for the environment", why=why, do=f"end {owner}")
+                time.sleep(POLL_S)
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {node()}".encode(), 0)
+            os.pwrite(lock, f"process {os.getpid()} on {hostname()}".encode(), 0)
             yield
         finally:
             os.close(lock)
 
-    def _make(self, name: str, doing: str, make: Callable[[str], None], began: float) -> str:
-        self._share_failure(name, began)
-        self._sweep()
-        self.doing(doing)
+    def _build(self, name: str, activity: str, build: Callable[[str], None], started: float) -> str:
+        """Build an environment in a new folder and return the published one, which may be another process's."""
+        self._raise_shared_failure(name, started)
+        self._remove_unused()
+        self.report(activity)
         folder = tempfile.mkdtemp(prefix=f"{name}-", dir=self._root)
-        with _held(folder):
+        with _hold(folder):
             try:
-                make(folder)
+                build(folder)
                 self._publish(name, folder)
             except BaseException as error:
                 if isinstance(error, ShoalError):
-                    self._note_failure(name, folder, error)
+                    self._record_failure(name, folder, error)
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            found = self._find(name)
-        if found is None:
-            raise RemoteCacheUnwritable("an environment was gone as soon as it was made", where=f"{node()}:{folder}")
-        if found != folder:
+            published = self._find(name)
+        if published is None:
+            raise RemoteCacheUnwritable("a new environment disappeared from the cache", where=f"{hostname()}:{folder}")
+        if published != folder:
             shutil.rmtree(folder, ignore_errors=True)
-        return found
+        return published
 
     def _publish(self, name: str, folder: str) -> None:
+        """Create the .ready file, unless another process was faster."""
         part, ready = os.path.join(folder, "ready"), self._path(f"{name}.ready")
         with open(part, "w") as file:
             file.write(os.path.basename(folder))
         if self._find(name) is None:
-            # There is none, or one that does not work any more.
+            # There is no .ready file, or it names an unusable environment.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(ready)
-        # Where files cannot be locked, another may have been faster.
+        # Where files cannot be locked, another process may have published first.
         with contextlib.suppress(FileExistsError):
             os.link(part, ready)
 
     # --- failures
 
-    def _note_failure(self, name: str, folder: str, error: ShoalError) -> None:
+    def _record_failure(self, name: str, folder: str, error: ShoalError) -> None:
         log = self._path(f"{name}.log")
         with contextlib.suppress(OSError):
             shutil.copyfile(os.path.join(folder, "log"), log)
-            error.where = error.where or f"{node()}:{log}"
+            error.where = error.where or f"{hostname()}:{log}"
         with contextlib.suppress(OSError), open(self._path(f"{name}.failed"), "w") as file:
             json.dump([type(error).__name__, error.what, error.where, error.why, error.do], file)
 
-    def _share_failure(self, name: str, began: float) -> None:
-        """What failed while we waited for it would fail again."""
+    def _raise_shared_failure(self, name: str, started: float) -> None:
+        """Raise the error of a build that failed while we waited for it: it would fail again."""
         path = self._path(f"{name}.failed")
         with contextlib.suppress(OSError, ValueError):
-            if os.stat(path).st_mtime >= began:
+            if os.stat(path).st_mtime >= started:
                 with open(path) as file:
                     kind, what, where, why, do = json.load(file)
                 raise getattr(errors, kind)(what, where=where, why=why, do=do)
             os.unlink(path)
 
-    # --- what is not needed any more
+    # --- removal
 
-    def _sweep(self) -> None:
-        """Remove what was left half made, and what nobody has used for long."""
+    def _remove_unused(self) -> None:
+        """Remove unfinished folders and environments that have not been used for long."""
         with contextlib.suppress(OSError):
-            kept = {folder for folder in map(self._keep, os.listdir(self._root)) if folder}
-            for one in os.scandir(self._root):
-                age_s = time.time() - one.stat().st_mtime
-                if one.is_dir() and one.name not in kept and age_s > STALE_S:
-                    if _is_unused(os.path.join(one.path, "used"), STALE_S):
-                        shutil.rmtree(one.path, ignore_errors=True)
-                elif one.name.endswith((".log", ".failed", ".whl")) and age_s > UNUSED_S:
-                    os.unlink(one.path)
+            kept = {folder for folder in map(self._folder_to_keep, os.listdir(self._root)) if folder}
+            for entry in os.scandir(self._root):
+                age_s = time.time() - entry.stat().st_mtime
+                if entry.is_dir() and entry.name not in kept and age_s > STALE_S:
+                    if _is_unused(os.path.join(entry.path, "used"), STALE_S):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                elif entry.name.endswith((".log", ".failed", ".whl")) and age_s > UNUSED_S:
+                    os.unlink(entry.path)
 
-    def _keep(self, name: str) -> str:
-        """The folder that this .ready names, unless it is too old to be kept."""
+    def _folder_to_keep(self, name: str) -> str:
+        """Return the folder that a .ready file names; remove the file and return "" if it is unused for too long."""
         if not name.endswith(".ready"):
             return ""
         ready = self._path(name)
@@ -169,6 +180,7 @@ class EnvironmentCache:
         used = os.path.join(self._path(folder), "used")
         if _is_unused(used, UNUSED_S):
             os.unlink(ready)
+            # An agent may have found the environment before the file was removed; then put it back.
             if _is_unused(used, UNUSED_S):
                 return ""
             os.link(os.path.join(self._path(folder), "ready"), ready)
@@ -179,8 +191,8 @@ class EnvironmentCache:
 
 
 @contextlib.contextmanager
-def _held(folder: str) -> Iterator[None]:
-    """While somebody fills it, however long that takes, nobody takes it for something that was left half made."""
+def _hold(folder: str) -> Iterator[None]:
+    """Lock a folder while it is filled, so that no other process removes it as unfinished."""
     used = os.open(os.path.join(folder, "used"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):
@@ -190,12 +202,13 @@ def _held(folder: str) -> Iterator[None]:
         os.close(used)
 
 
-def node() -> str:
+def hostname() -> str:
+    """Return the name of this machine, for messages."""
     return socket.gethostname() or "this machine"
 
 
-def _works(folder: str) -> bool:
-    """Whether its interpreter, which may be one of the machine's, is still there."""
+def _is_usable(folder: str) -> bool:
+    """Return whether the interpreter, which may be one of the machine's, still exists."""
     try:
         with open(os.path.join(folder, "python")) as file:
             return os.access(os.path.join(folder, file.read()), os.X_OK)
@@ -204,18 +217,19 @@ def _works(folder: str) -> bool:
 
 
 def _is_unused(used: str, for_s: float) -> bool:
+    """Return whether no process locks this file and the last one took it more than `for_s` seconds ago."""
     try:
         descriptor = os.open(used, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     try:
-        return _locked(descriptor) and time.time() - os.fstat(descriptor).st_mtime > for_s
+        return _try_lock(descriptor) and time.time() - os.fstat(descriptor).st_mtime > for_s
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
-    """Lock it if nobody else has; where that cannot be done at all, it counts as done."""
+def _try_lock(descriptor: int) -> bool:
+    """Return whether the file could be locked; where files cannot be locked at all, the answer is yes."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,8 @@
-"""The commands that make an environment: each can be ended at any time, with all that it started."""
+"""External commands of a build (venv, pip, conda-unpack), and the variables they run with.
+
+A build can be cancelled at any time. So every command runs in a process group of its own, which is killed if an
+exception passes through, and the kernel kills the command itself if this process dies.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import subprocess
 import time
 
 from shoal.errors import EnvironmentNotBuilt, EnvironmentUnusable
-from shoal.pack.remote.env_cache import BUILD_S, LOOK_S, node
+from shoal.pack.remote.env_cache import BUILD_TIMEOUT_S, POLL_S, hostname
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,28 +23,31 @@ if TYPE_CHECKING:
 
 TOUCH_S = 30.0
 TAIL_BYTES = 20_000
-DIE_WITH_PARENT = 1
+PR_SET_PDEATHSIG = 1
 PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-# They would let what is built find, or be put, where something else is.
-LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
+# With these, a build would import from, or install into, a place outside its folder.
+REMOVED_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
 
 
 class BuildCommands:
-    """Runs commands in a folder, whose `log` takes what they say; `meanwhile` is called all the time."""
+    """Runs commands in a folder and appends their output to its `log`.
 
-    def __init__(self, meanwhile: Callable[[], None], label: str) -> None:
-        self._meanwhile, self._label = meanwhile, label
+    `on_wait` is called several times a second while a command runs, and may raise to cancel it.
+    """
 
-    def said(self, folder: str, argv: list[str], own: dict[str, str] | None = None) -> str:
-        """What a command prints that has to work."""
-        path = os.path.join(folder, "said")
+    def __init__(self, on_wait: Callable[[], None], label: str) -> None:
+        self._on_wait, self._label = on_wait, label
+
+    def output(self, folder: str, argv: list[str], variables: dict[str, str] | None = None) -> str:
+        """Return the standard output of a command; raise EnvironmentUnusable if it fails."""
+        path = os.path.join(folder, "output")
         with open(path, "wb") as out:
-            code = self.run(folder, argv, env={**plain(folder), **(own or {})}, out=out.fileno())
-        with open(path, errors="replace") as said:
-            text = said.read().strip()
+            code = self.run(folder, argv, env={**build_env(folder), **(variables or {})}, out=out.fileno())
+        with open(path, errors="replace") as file:
+            text = file.read().strip()
         os.unlink(path)
         if code != 0:
-            raise self._unfit((tail(folder) or [f"{argv[0]}: exit code {code}"])[-1])
+            raise self._unusable((log_tail(folder) or [f"{argv[0]}: exit code {code}"])[-1])
         return text
 
     def run(
@@ -48,31 +55,31 @@ class BuildCommands:
         folder: str,
         argv: list[str],
         *,
-        where: str = "",
+        cwd: str = "",
         env: dict[str, str] | None = None,
         out: int | None = None,
     ) -> int:
-        """The exit code of a command; it and its group end with us."""
+        """Run a command and return its exit code; kill its process group if an exception cancels it."""
         os.makedirs(os.path.join(folder, "tmp"), exist_ok=True)
         prctl = ctypes.CDLL(None).prctl
 
-        def begin() -> None:
+        def in_child() -> None:
             os.setpgid(0, 0)
-            prctl(DIE_WITH_PARENT, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
         with open(os.path.join(folder, "log"), "ab") as log:
             try:
                 child = subprocess.Popen(
                     argv,
-                    cwd=where or folder,
-                    env=env or plain(folder),
+                    cwd=cwd or folder,
+                    env=env or build_env(folder),
                     stdin=subprocess.DEVNULL,
                     stdout=log if out is None else out,
                     stderr=log,
-                    preexec_fn=begin,
+                    preexec_fn=in_child,
                 )
             except OSError as error:
-                raise self._unfit(f"{argv[0]}: {error.strerror}") from error
+                raise self._unusable(f"{argv[0]}: {error.strerror}") from error
         try:
             self._wait(child, folder)
         except BaseException:
@@ -83,41 +90,41 @@ class BuildCommands:
         return child.returncode
 
     def _wait(self, child: subprocess.Popen[bytes], folder: str) -> None:
-        deadline, touch_at = time.monotonic() + BUILD_S, 0.0
+        deadline, touch_at = time.monotonic() + BUILD_TIMEOUT_S, 0.0
         while child.poll() is None:
-            self._meanwhile()
+            self._on_wait()
             now = time.monotonic()
             if now >= touch_at:
-                # So that nobody takes it for something that was left half made.
+                # Where files cannot be locked, a recent time is all that keeps the folder from being removed.
                 os.utime(folder)
                 touch_at = now + TOUCH_S
             if now > deadline:
-                why, do = f"process {child.pid} has run for {BUILD_S:g} s", "see there what it waits for"
-                raise EnvironmentNotBuilt(f"{self._label} does not come to an end on {node()}", why=why, do=do)
-            time.sleep(LOOK_S)
+                why, do = f"process {child.pid} has run for {BUILD_TIMEOUT_S:g} s", "check there what it waits for"
+                raise EnvironmentNotBuilt(f"building {self._label} timed out on {hostname()}", why=why, do=do)
+            time.sleep(POLL_S)
 
-    def _unfit(self, why: str) -> EnvironmentUnusable:
-        do = "pack it on a machine of the same system and processor"
-        return EnvironmentUnusable(f"{self._label} does not work on {node()}", why=why, do=do)
+    def _unusable(self, why: str) -> EnvironmentUnusable:
+        do = "pack it on a machine with the same operating system and processor"
+        return EnvironmentUnusable(f"{self._label} does not work on {hostname()}", why=why, do=do)
 
 
-def plain(folder: str) -> dict[str, str]:
-    """Our variables, for commands that build something in a folder."""
-    kept = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+def build_env(folder: str) -> dict[str, str]:
+    """Return the environment variables for commands that build in a folder."""
+    kept = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
     return {**kept, "TMPDIR": os.path.join(folder, "tmp"), "PIP_USER": "0"}
 
 
-def environ(env: dict[str, str], python: str, beside: str) -> dict[str, str]:
-    """The variables of an agent in an environment; `beside` is where Shoal is, if that is not in it."""
+def agent_env(env: dict[str, str], python: str, shoal_dir: str) -> dict[str, str]:
+    """Return the environment variables of an agent; `shoal_dir` holds Shoal if it is not installed, else ""."""
     scripts = os.path.dirname(python)
-    own = {"PATH": os.pathsep.join((scripts, env.get("PATH", os.defpath))), "VIRTUAL_ENV": os.path.dirname(scripts)}
-    if beside:
-        own["PYTHONPATH"] = os.pathsep.join(filter(None, (beside, env.get("PYTHONPATH", ""))))
-    return {**env, **own}
+    changes = {"PATH": os.pathsep.join((scripts, env.get("PATH", os.defpath))), "VIRTUAL_ENV": os.path.dirname(scripts)}
+    if shoal_dir:
+        changes["PYTHONPATH"] = os.pathsep.join(filter(None, (shoal_dir, env.get("PYTHONPATH", ""))))
+    return {**env, **changes}
 
 
-def tail(folder: str) -> list[str]:
-    """The last lines of what was said in a folder, without passwords in URLs: others may read what becomes of them."""
+def log_tail(folder: str) -> list[str]:
+    """Return the last lines of a build's log, without the passwords in URLs: they become part of error messages."""
     try:
         with open(os.path.join(folder, "log"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))

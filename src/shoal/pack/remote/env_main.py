@@ -1,7 +1,7 @@
-"""What makes the environment of an agent on its machine, and then becomes the agent.
+"""Main function on the machine, after the bootstrap: build or find the environment, then become the agent.
 
-It comes in Shoal's wheel and runs before anything is installed: it and what it imports need Linux, Python 3.7 and the
-standard library.
+It is imported from Shoal's wheel before anything is installed. While it works it reports progress to the coordinator,
+so that the allocation is not given up as silent.
 """
 
 from __future__ import annotations
@@ -27,84 +27,91 @@ from shoal.errors import (
     ShoalError,
 )
 from shoal.pack.remote.env_builders import EnvironmentBuilder
-from shoal.pack.remote.env_cache import EnvironmentCache, node
+from shoal.pack.remote.env_cache import EnvironmentCache, hostname
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from shoal.pack.remote.bootstrap import BootstrapClient
 
-SAY_S = 30.0
-TELL_S = 5.0
+REPORT_EVERY_S = 30.0
+POST_TIMEOUT_S = 5.0
 FAILED, STOPPED = 4, 128 + signal.SIGTERM
-# What is wrong with the environment itself, wherever it is made.
+# Errors of the environment itself, which any other machine would repeat.
 FINAL = (ArchiveDamaged, EnvironmentNotBuilt, EnvironmentUnusable)
 
 
 class SetupCancelled(BaseException):
-    """The hire was cancelled; whatever is half made goes."""
+    """The allocation was cancelled; the build is undone. Not an Exception, so that no handler of errors stops it."""
 
 
 def main(coordinator: BootstrapClient, argv: list[str]) -> int:
-    """Make the environment or find it, and become the agent; an exit code if there is none."""
-    root, _, _, _, recipe, hire, *agent = argv
-    line = SetupReporter(coordinator, hire, _lifeline(agent))
-    signal.signal(signal.SIGTERM, _stop)
+    """Build or find the environment and replace this process by the agent; return an exit code on failure."""
+    root, _, _, _, recipe, allocation, *agent = argv
+    reporter = SetupReporter(coordinator, allocation, _lifeline(agent))
+    signal.signal(signal.SIGTERM, _cancel)
     try:
-        python, env = _ready(coordinator, line, os.path.abspath(root), recipe)
+        python, env = _prepare(coordinator, reporter, os.path.abspath(root), recipe)
         os.execve(python, [python, "-P", "-m", "shoal.agent", *agent], env)
     except SetupCancelled:
         return STOPPED
     except ShoalError as error:
-        return line.refuse(error)
-    except coordinator.lost as lost:
-        do = "see that this machine reaches the coordinator"
-        what = f"what the environment is made of could not be fetched by {node()}"
-        return line.refuse(EnvironmentNotFetched(what, why=str(lost), do=do))
+        return reporter.fail(error)
+    except coordinator.download_failed as error:
+        do = "check that this machine can reach the coordinator"
+        what = f"the files of the environment could not be downloaded by {hostname()}"
+        return reporter.fail(EnvironmentNotFetched(what, why=str(error), do=do))
     except OSError as error:
-        return line.refuse(of_disk(error))
+        return reporter.fail(disk_error(error))
 
 
-def _ready(coordinator: BootstrapClient, line: SetupReporter, root: str, digest: str) -> tuple[str, dict[str, str]]:
-    cache = EnvironmentCache(root, line.doing)
+def _prepare(
+    coordinator: BootstrapClient, reporter: SetupReporter, root: str, digest: str
+) -> tuple[str, dict[str, str]]:
+    """Download the recipe and return the interpreter and the variables of its environment."""
+    cache = EnvironmentCache(root, reporter.report)
     with tempfile.TemporaryDirectory(dir=root) as folder:
         path = os.path.join(folder, "recipe")
         coordinator.get(digest, path)
         with open(path) as file:
             recipe = json.load(file)
-    return EnvironmentBuilder(coordinator, cache, recipe).ready()
+    return EnvironmentBuilder(coordinator, cache, recipe).prepare()
 
 
-def of_disk(error: OSError) -> ShoalError:
-    """What a disk that cannot be written means."""
-    why = f"{error.strerror or error}: {error.filename or 'the cache of environments'}"
+def disk_error(error: OSError) -> ShoalError:
+    """Return the error to report for an OSError of the cache's disk."""
+    why = f"{error.strerror or error}: {error.filename or 'the environment cache'}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        do = "make room there, or give the pool a directory on a larger disk"
-        return RemoteDiskFull(f"no space is left on {node()} for the environment", why=why, do=do)
-    do = "give the pool a directory that can be written"
-    return RemoteCacheUnwritable(f"environments cannot be kept on {node()}", why=why, do=do)
+        do = "free some space there, or set the pool's directory to a larger disk"
+        return RemoteDiskFull(f"no space is left on {hostname()} for the environment", why=why, do=do)
+    do = "set the pool's directory to one that is writable there"
+    return RemoteCacheUnwritable(f"the environment cache on {hostname()} is not writable", why=why, do=do)
 
 
 class SetupReporter:
-    """What the coordinator hears of it: what is being done, now and then, and why it failed."""
+    """Reports progress and failure of an allocation's setup to the coordinator, and notices cancellation."""
 
-    def __init__(self, coordinator: BootstrapClient, hire: str, lifeline: int | None) -> None:
-        self._coordinator, self._hire, self._lifeline = coordinator, hire, lifeline
-        self._next, self._said = 0.0, ""
+    def __init__(self, coordinator: BootstrapClient, allocation: str, lifeline: int | None) -> None:
+        self._coordinator, self._allocation, self._lifeline = coordinator, allocation, lifeline
+        self._next_at, self._reported = 0.0, ""
 
-    def doing(self, what: str) -> None:
-        """To be called all the time: says what is done if it is news, or was not said for long; ends what is over."""
+    def report(self, activity: str) -> None:
+        """Report a new activity at once and the same one every 30 s; raise SetupCancelled if the lifeline ended.
+
+        Call this several times a second.
+        """
         if self._lifeline is not None and select.select([self._lifeline], [], [], 0)[0]:
             raise SetupCancelled
         now = time.monotonic()
-        if what != self._said or now >= self._next:
-            if what != self._said:
-                _print(what)
-            self._said, self._next = what, now + SAY_S
-            self._tell(why=what)
+        if activity != self._reported or now >= self._next_at:
+            if activity != self._reported:
+                _print(activity)
+            self._reported, self._next_at = activity, now + REPORT_EVERY_S
+            self._post(why=activity)
 
-    def refuse(self, error: ShoalError) -> int:
+    def fail(self, error: ShoalError) -> int:
+        """Log and report an error; return the exit code."""
         _print(str(error))
-        self._tell(
+        self._post(
             why=f"{error.what}: {error.why}",
             failed=True,
             where=error.where,
@@ -113,19 +120,19 @@ class SetupReporter:
         )
         return FAILED
 
-    def _tell(self, **word: object) -> None:
-        # If nobody hears it, it is in the log, and the engine sees how this ends.
+    def _post(self, **body: object) -> None:
+        # An unreachable coordinator is no reason to fail: the log has the text, and the engine sees the exit code.
         with contextlib.suppress(OSError, http.client.HTTPException):
-            self._coordinator.tell(f"/v1/allocations/{self._hire}", json.dumps(word).encode(), TELL_S)
+            self._coordinator.post(f"/v1/allocations/{self._allocation}", json.dumps(body).encode(), POST_TIMEOUT_S)
 
 
-def _stop(*_: object) -> None:
+def _cancel(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SetupCancelled
 
 
 def _lifeline(agent: list[str]) -> int | None:
-    """The pipe whose end ends the agent, and us before it."""
+    """Return the descriptor of the pipe whose end means that the agent, and this setup, must stop."""
     return int(agent[agent.index("--lifeline") + 1]) if "--lifeline" in agent else None
 
 

@@ -1,4 +1,4 @@
-"""The event files of runs: what is shown and told waits here until it is written, in another thread."""
+"""Writer of event files: collects the rows of all runs, and writes them when another thread calls `write`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from shoal.report.tensorboard.rows import EventRow, RunRows
 from shoal.wire.api import RunView, StoryLine
 
 FOLDER = "tensorboard"
-MAX_WAITING = 1000
+MAX_PENDING_ROWS = 1000
 MAX_NAMES = 100
 
 
 def folder_of(run_dir: str) -> str:
-    """Where the event files of a run are."""
+    """Return the folder of a run's event files."""
     return f"{run_dir}/{FOLDER}"
 
 
 class EventFile:
-    """One event file, made when there is something to write; it is only appended to, whole records at a time."""
+    """One event file, created by the first write; only whole records are appended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,21 +37,22 @@ class EventFile:
         self._size = 0
 
     def append(self, rows: list[EventRow]) -> None:
-        """Write all rows, or none of them if an OSError is raised."""
+        """Write all rows; on OSError none of them is in the file."""
         file = self._file = self._file or self._open()
         data = b"".join(map(encode, rows))
         if not self._size:
             data = tfevents.record(tfevents.opening(rows[0].at)) + data
         try:
-            left = memoryview(data)
-            while left:
-                left = left[file.write(left) :]
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
         except OSError:
-            self._cut(file)
+            self._truncate(file)
             raise
         self._size += len(data)
 
     def _open(self) -> IO[bytes]:
+        """Open our file again if it still exists, otherwise create one."""
         if self._path is not None:
             with suppress(FileNotFoundError):
                 file = open(self._path, "r+b", buffering=0)  # noqa: SIM115
@@ -68,18 +69,18 @@ class EventFile:
                 return file
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
 
-    def _cut(self, file: IO[bytes]) -> None:
-        """Take back a torn record: what follows one could not be read."""
+    def _truncate(self, file: IO[bytes]) -> None:
+        """Remove a torn record: readers cannot continue behind one."""
         try:
             file.truncate(self._size)
             file.seek(self._size)
         except OSError:
-            # Nothing more can be appended to this one.
+            # The torn record stays, so the next write needs a new file.
             self.close()
             self._path = None
 
     def close(self) -> None:
-        """Let go of the file; if there is more to write after all, it is opened again."""
+        """Close the file; a later `append` opens it again."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
@@ -87,71 +88,72 @@ class EventFile:
 
 
 class _Report:
-    """One run: what is to be written, and where."""
+    """Rows of one run that are not yet written, and its file."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder
         self.rows = RunRows(step)
         self.file = EventFile(folder)
-        self.waiting: deque[EventRow] = deque(maxlen=MAX_WAITING)
-        self.trouble = ""
+        self.unwritten: deque[EventRow] = deque(maxlen=MAX_PENDING_ROWS)
+        self.error = ""
         self.warned = False
-        self.over = False
+        self.ended = False
 
 
 class EventFiles:
-    """The event files of all runs of a coordinator.
+    """Event files of all runs of a coordinator.
 
-    `show` and `tell` only take notes; `write` does the writing and may be called in any thread. An error of the disk
-    reaches nobody: it is told to `warn` once a run, and what could not be written is tried again at the next call.
+    `record_view` and `record_line` only collect; `write` does the I/O and may be called on any thread. It never raises
+    an OSError: `warn` is called once for each run, and the next `write` tries the same rows again.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._reports: dict[str, _Report] = {}
-        self._notes = threading.Lock()
+        # Never held during I/O, so collecting does not wait for the disk. `write` takes it while it holds _writing.
+        self._collecting = threading.Lock()
         self._writing = threading.Lock()
 
     def record_view(self, view: RunView, step_s: float, now: float) -> None:
-        """Note how a run goes."""
-        over = view.ended is not None
-        with self._notes:
-            if over and view.run not in self._reports:
+        """Record the scalars of a run; runs that ended before this coordinator started are ignored."""
+        ended = view.ended is not None
+        with self._collecting:
+            if ended and view.run not in self._reports:
                 return
             report = self._report(view.run, view.directory, view.step)
             report.rows.add_view(view, step_s, now)
-            report.over = over
+            report.ended = ended
 
     def record_line(self, run_dir: str, line: StoryLine, step: int) -> None:
-        """Note a line of a run's story; `step` is where the run is, if the line does not say it."""
-        with self._notes:
+        """Record a line of a run's story; `step` is that of the run, for lines without one."""
+        with self._collecting:
             self._report(line.run, run_dir, step).rows.add_line(line, step)
 
     def error_of(self, run: str) -> str:
-        """Why the files of a run are not written now, if so."""
+        """Return why the last write for a run failed, or "" if it did not."""
         report = self._reports.get(run)
-        return report.trouble if report is not None else ""
+        return report.error if report is not None else ""
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything to write."""
-        return any(report.rows.pending or report.waiting for report in self._reports.values())
+        """True if there are rows to write."""
+        return any(report.rows.pending or report.unwritten for report in self._reports.values())
 
     def write(self) -> None:
-        """Write all that was noted."""
+        """Write all collected rows, and close the files of runs that have ended."""
         with self._writing:
-            with self._notes:
+            with self._collecting:
                 reports = list(self._reports.items())
                 for _, report in reports:
-                    report.waiting.extend(report.rows.take())
+                    report.unwritten.extend(report.rows.take())
             for run, report in reports:
-                if report.waiting:
+                if report.unwritten:
                     self._write(run, report)
-                if report.over:
+                if report.ended:
                     report.file.close()
 
     def close(self) -> None:
-        """Write the rest, and let go of the files."""
+        """Write the remaining rows and close all files."""
         self.write()
         for report in self._reports.values():
             report.file.close()
@@ -163,22 +165,22 @@ class EventFiles:
 
     def _write(self, run: str, report: _Report) -> None:
         try:
-            report.file.append(list(report.waiting))
+            report.file.append(list(report.unwritten))
         except OSError as error:
-            report.trouble = error.strerror or str(error)
+            report.error = error.strerror or str(error)
             if not report.warned:
                 report.warned = True
-                self._warn(f"the TensorBoard files of {run} in {report.folder} cannot be written: {report.trouble}")
+                self._warn(f"the TensorBoard files of {run} in {report.folder} cannot be written: {report.error}")
             return
-        report.waiting.clear()
-        report.trouble = ""
+        report.unwritten.clear()
+        report.error = ""
 
 
 def encode(row: EventRow) -> bytes:
-    """The records of a row."""
-    found = b""
+    """Return the records of a row."""
+    records = b""
     if row.scalars:
-        found += tfevents.record(tfevents.scalars(row.at, row.step, row.scalars))
+        records += tfevents.record(tfevents.scalars(row.at, row.step, row.scalars))
     if row.texts:
-        found += tfevents.record(tfevents.texts(row.at, row.step, row.texts))
-    return found
+        records += tfevents.record(tfevents.texts(row.at, row.step, row.texts))
+    return records

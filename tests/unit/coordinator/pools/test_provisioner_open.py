@@ -10,7 +10,7 @@ import pytest
 
 from shoal.coordinator.pools.provisioner import Provisioner, open_pools
 from shoal.coordinator.service import CoordinatorService
-from shoal.coordinator.storage.blobs import ENVIRONMENTS, Blobs
+from shoal.coordinator.storage.blobs import ENVIRONMENT_BLOBS, Blobs
 from shoal.core.provisioning import events as pe
 from shoal.core.provisioning.state import RELEASING, RUNNING, SUBMITTED, Allocation
 from shoal.store.journal import Journal
@@ -49,7 +49,7 @@ def test_environments_are_kept_while_an_allocation_may_download_them(
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
     credentials.write(tmp_path / "token", credentials.Credentials("secret"))
     pool_files.write_pools(tmp_path, pool_files.CoordinatorPools({"farm": {"engine": "local"}}))
-    digest = Blobs(tmp_path / ENVIRONMENTS).add(b"a wheel")
+    digest = Blobs(tmp_path / ENVIRONMENT_BLOBS).add(b"a wheel")
     service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
     queued = {"a": Allocation("a", "farm", 1, SUBMITTED, 1.0, handle="job")} if allocated else {}
     service.state.provisioning = replace(service.state.provisioning, allocations=queued)
@@ -61,4 +61,4 @@ def test_environments_are_kept_while_an_allocation_may_download_them(
 
     asyncio.run(open_and_close())
     service.close()
-    assert Blobs(tmp_path / ENVIRONMENTS).missing([digest]) == ([] if allocated else [digest])
+    assert Blobs(tmp_path / ENVIRONMENT_BLOBS).missing([digest]) == ([] if allocated else [digest])

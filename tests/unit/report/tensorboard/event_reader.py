@@ -1,4 +1,4 @@
-"""Reads event files with nothing of the writer's: what a reader finds is what was meant."""
+"""Reader of event files that shares no code with the writer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Event:
 def records(data: bytes) -> Iterator[bytes]:
     while data:
         (length,) = struct.unpack_from("<Q", data)
-        assert _masked(data[:8]) == struct.unpack_from("<I", data, 8)[0], "the checksum of a length is wrong"
+        assert _masked(data[:8]) == struct.unpack_from("<I", data, 8)[0], "wrong checksum of a length"
         body = data[12 : 12 + length]
-        assert _masked(body) == struct.unpack_from("<I", data, 12 + length)[0], "the checksum of a record is wrong"
+        assert _masked(body) == struct.unpack_from("<I", data, 12 + length)[0], "wrong checksum of a record"
         yield body
         data = data[16 + length :]
 
 
 def read(data: bytes) -> list[Event]:
-    return [_event(one) for one in records(data)]
+    return [_event(record) for record in records(data)]
 
 
 def read_folder(folder: Path) -> list[Event]:
@@ -41,18 +41,18 @@ def series(events: list[Event], tag: str) -> dict[int, float]:
 
 
 def _event(data: bytes) -> Event:
-    found = Event()
+    event = Event()
     for number, value in fields(data):
         if number == 1:
-            (found.at,) = struct.unpack("<d", value)
+            (event.at,) = struct.unpack("<d", value)
         elif number == 2:
-            found.step = value
+            event.step = value
         elif number == 3:
-            found.version = value.decode()
+            event.version = value.decode()
         elif number == 5:
             for _, summary in fields(value):
-                _put(found, dict(fields(summary)))
-    return found
+                _put(event, dict(fields(summary)))
+    return event
 
 
 def _put(event: Event, value: dict[int, Any]) -> None:
@@ -93,7 +93,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _masked(data: bytes) -> int:
-    """Bit by bit, as the definition has it."""
+    """Return the masked CRC-32C of data, computed bit by bit from its definition."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

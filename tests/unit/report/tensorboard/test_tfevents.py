@@ -1,4 +1,4 @@
-"""Event files as bytes."""
+"""Encoding of event files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from shoal.report.tensorboard import tfevents
         (bytes(reversed(range(32))), 0x113FDB5C),
     ],
 )
-def test_checksums_are_those_of_rfc_3720(data: bytes, crc: int) -> None:
+def test_crc32c_equals_the_examples_of_rfc_3720(data: bytes, crc: int) -> None:
     assert tfevents.crc32c(data) == crc
 
 
-def test_a_file_begins_as_those_of_tensorflow_do() -> None:
+def test_first_record_equals_that_of_tensorflow() -> None:
     assert tfevents.record(tfevents.opening(1.0)).hex() == (
         "1800000000000000"
-        "a37f4b22"  # how many bytes follow, and the checksum of that
+        "a37f4b22"  # length and its checksum
         "09000000000000f03f"  # wall_time
         "1a0d" + b"brain.Event:2".hex() + "86bf577a"
     )
 
 
-def test_a_scalar_is_the_message_that_tensorboard_writes() -> None:
+def test_scalar_event_equals_that_of_tensorboard() -> None:
     assert tfevents.scalars(1.5, 300, {"a/b": 0.5}).hex() == (
         "09000000000000f83f"  # wall_time
         "10ac02"  # step
@@ -42,7 +42,7 @@ def test_a_scalar_is_the_message_that_tensorboard_writes() -> None:
     )
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_encoded_events_are_read_back() -> None:
     data = tfevents.record(tfevents.opening(1.0))
     data += tfevents.record(tfevents.scalars(2.0, 2**40, {"loss": 0.25, "shares/m/0": 51.0, "ä": -1.0}))
     data += tfevents.record(tfevents.texts(3.0, 0, {"worlds": "world 1 → 3 members\n\nand more"}))
@@ -53,7 +53,7 @@ def test_what_is_written_is_read_again() -> None:
     assert third.texts == {"worlds": "world 1 → 3 members\n\nand more"}
 
 
-def test_numbers_that_are_none_are_written_as_such() -> None:
-    (found,) = read(tfevents.record(tfevents.scalars(0.0, 1, {"a": math.nan, "b": 1e300, "c": -1e300, "d": math.inf})))
-    assert math.isnan(found.scalars["a"])
-    assert (found.scalars["b"], found.scalars["c"], found.scalars["d"]) == (math.inf, -math.inf, math.inf)
+def test_nan_and_overflow_are_encoded() -> None:
+    (event,) = read(tfevents.record(tfevents.scalars(0.0, 1, {"a": math.nan, "b": 1e300, "c": -1e300, "d": math.inf})))
+    assert math.isnan(event.scalars["a"])
+    assert (event.scalars["b"], event.scalars["c"], event.scalars["d"]) == (math.inf, -math.inf, math.inf)

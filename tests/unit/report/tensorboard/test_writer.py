@@ -1,4 +1,4 @@
-"""The files, and what becomes of errors."""
+"""Writing of event files, and errors of the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rows(*steps: int) -> list[EventRow]:
 
 
 class FullDisk:
-    """A file that takes so many bytes, the last write in part."""
+    """File that accepts `room` bytes and then fails; the last write is partial."""
 
     def __init__(self, file: Any, room: int) -> None:
         self.file, self.room = file, room
@@ -28,15 +28,15 @@ class FullDisk:
     def write(self, data: memoryview) -> int:
         if not self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        taken = self.file.write(data[: self.room])
-        self.room -= taken
-        return int(taken)
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return int(written)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
 
 
-def test_a_file_grows_by_whole_rows_and_begins_with_its_version(tmp_path: Path) -> None:
+def test_file_starts_with_its_version_and_grows_by_rows(tmp_path: Path) -> None:
     file = EventFile(tmp_path / "t")
     file.append(rows(1, 2))
     assert [event.version for event in read_folder(tmp_path / "t")] == ["brain.Event:2", "", ""]
@@ -47,14 +47,14 @@ def test_a_file_grows_by_whole_rows_and_begins_with_its_version(tmp_path: Path) 
     assert series(read(path.read_bytes()), "a") == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
-def test_two_writers_have_two_files(tmp_path: Path) -> None:
+def test_two_writers_create_two_files(tmp_path: Path) -> None:
     for step in (1, 2):
         EventFile(tmp_path).append(rows(step))
     assert len(list(tmp_path.iterdir())) == 2
     assert series(read_folder(tmp_path), "a") == {1: 1.0, 2: 2.0}
 
 
-def test_a_torn_record_is_taken_back_and_written_when_there_is_room(tmp_path: Path) -> None:
+def test_torn_record_is_removed_and_written_again_later(tmp_path: Path) -> None:
     file = EventFile(tmp_path)
     file.append(rows(1))
     disk = file._file
@@ -67,7 +67,7 @@ def test_a_torn_record_is_taken_back_and_written_when_there_is_room(tmp_path: Pa
     assert series(read_folder(tmp_path), "a") == {1: 1.0, 2: 2.0}
 
 
-def test_a_file_that_was_deleted_between_two_lives_is_made_anew(tmp_path: Path) -> None:
+def test_deleted_file_is_created_again(tmp_path: Path) -> None:
     file = EventFile(tmp_path)
     file.append(rows(1))
     file.close()
@@ -76,7 +76,7 @@ def test_a_file_that_was_deleted_between_two_lives_is_made_anew(tmp_path: Path) 
     assert [event.version for event in read_folder(tmp_path)] == ["brain.Event:2", ""]
 
 
-def test_trouble_is_told_once_and_hurts_nobody(tmp_path: Path) -> None:
+def test_disk_error_is_reported_once_and_rows_are_written_later(tmp_path: Path) -> None:
     (tmp_path / writer.FOLDER).write_text("in the way")
     warnings: list[str] = []
     reports = EventFiles(warnings.append)
@@ -93,16 +93,16 @@ def test_trouble_is_told_once_and_hurts_nobody(tmp_path: Path) -> None:
     reports.close()
 
 
-def test_what_cannot_be_written_for_long_is_forgotten(tmp_path: Path) -> None:
+def test_oldest_unwritten_rows_are_dropped(tmp_path: Path) -> None:
     (tmp_path / writer.FOLDER).write_text("in the way")
     reports = EventFiles(lambda _: None)
-    for second in range(writer.MAX_WAITING + 5):
+    for second in range(writer.MAX_PENDING_ROWS + 5):
         reports.record_view(view(step=second + 1, directory=str(tmp_path)), 0.1, now=float(second))
         reports.write()
-    assert len(reports._reports["r"].waiting) == writer.MAX_WAITING
+    assert len(reports._reports["r"].unwritten) == writer.MAX_PENDING_ROWS
 
 
-def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(tmp_path: Path) -> None:
+def test_file_of_an_ended_run_is_closed_and_continued_after_resume(tmp_path: Path) -> None:
     reports = EventFiles(lambda _: None)
     assert not reports.pending
     reports.record_view(view(step=1, directory=str(tmp_path)), 0.1, now=1.0)
@@ -114,13 +114,13 @@ def test_a_run_that_is_over_has_its_file_closed_and_one_that_goes_on_writes_on(t
     reports.record_line(str(tmp_path), line("run resumed"), 2)
     reports.record_view(view(step=3, directory=str(tmp_path)), 0.1, now=3.0)
     reports.write()
-    found = read_folder(tmp_path / writer.FOLDER)
-    assert list(series(found, "training/loss")) == [1, 2, 3]
-    assert [event.texts for event in found if event.texts] == [{"story": "run resumed"}]
+    events = read_folder(tmp_path / writer.FOLDER)
+    assert list(series(events, "training/loss")) == [1, 2, 3]
+    assert [event.texts for event in events if event.texts] == [{"story": "run resumed"}]
     assert len(list((tmp_path / writer.FOLDER).iterdir())) == 1
 
 
-def test_old_runs_of_a_coordinator_that_was_started_again_are_left_alone(tmp_path: Path) -> None:
+def test_run_that_ended_before_a_restart_gets_no_file(tmp_path: Path) -> None:
     reports = EventFiles(lambda _: None)
     reports.record_view(view(directory=str(tmp_path), ended=2.0), 0.1, now=3.0)
     reports.close()

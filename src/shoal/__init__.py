@@ -28,6 +28,8 @@ _HOMES = {"Experiment": "shoal.worker.experiment", "Role": "shoal.experiment.rol
 
 
 def __getattr__(name: str) -> Any:
+    if name == "join":
+        raise AttributeError("shoal has no attribute 'join' — use: import shoal.torch as shoal (or shoal.keras)")
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.cli.output.lines import Display
+from shoal.cli.output.tracebacks import TracebackLog
 from shoal.cli.signals import SignalCounter
 from shoal.errors import CoordinatorUnreachable
 from shoal.launch.api_client import ApiClient
@@ -31,13 +32,15 @@ class FollowResult:
     story: list[StoryLine] = field(default_factory=list)
     abandoned: bool = False
     reached: dict[int, int] = field(default_factory=dict)
+    tracebacks: TracebackLog = field(default_factory=TracebackLog)
 
 
 class Follower:
     """Follows one run of one coordinator on one display.
 
     `restart_services` is called at every poll and returns what it had to restart. Story and logs before `since` are not
-    shown: they belong to the time before the run was resumed.
+    shown: they belong to the time before the run was resumed. With `collapse`, a traceback that members repeat is shown
+    once.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Follower:
         display: Display,
         restart_services: Callable[[], list[str]],
         since: float = 0.0,
+        *,
+        collapse: bool = True,
     ) -> None:
         self._client = client
         self._display = display
@@ -55,7 +60,7 @@ class Follower:
         self._after_story = 0
         self._after_logs = client.logs(view.run, after=-1, limit=1).next if since else 0
         self._silent_since: float | None = None
-        self.result = FollowResult(view)
+        self.result = FollowResult(view, tracebacks=TracebackLog(collapse))
 
     def follow(self, signals: SignalCounter, interval_s: float) -> FollowResult:
         """Block until the run has ended or the user has abandoned it with repeated signals."""
@@ -66,6 +71,8 @@ class Follower:
             reached = self._poll()
             if self.result.view.status in ENDED:
                 self._drain(signals)
+                if held_back := self.result.tracebacks.flush():
+                    self._display.logs(held_back)
                 return self.result
             if reached and signals.count > handled:
                 handled = min(signals.count, 2)
@@ -103,8 +110,8 @@ class Follower:
             self.result.reached |= dict.fromkeys(formed, self.result.view.step)
             self._display.story(new_lines)
         page = self._client.logs(run, after=self._after_logs, limit=PAGE)
-        if page.lines:
-            self._display.logs(page.lines)
+        if shown := self.result.tracebacks.add(page.lines):
+            self._display.logs(shown)
         self._after_logs = page.next
 
     def _note_silence(self) -> None:

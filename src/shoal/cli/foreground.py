@@ -119,7 +119,7 @@ def follow(
         place = directory if view.directory and directory.parent.is_dir() else client.url
         display.note(f"run {view.run} ({view.name}) in {place}")
     try:
-        follower = Follower(client, view, display, restart_services, since)
+        follower = Follower(client, view, display, restart_services, since, collapse=not output.json)
         return follower.follow(signals, PANEL_EVERY_S if panel else PLAIN_EVERY_S)
     finally:
         display.close()
@@ -136,6 +136,7 @@ def conclude(output: OutputOptions, result: FollowResult, target_options: str = 
         reached=result.reached,
         abandoned=result.abandoned,
         target_options=target_options,
+        traceback_of=result.tracebacks.of,
     )
     try:
         if result.view.problem is not None:

@@ -120,6 +120,9 @@ class MemberHandler:
     def _on_event(self, connection: MemberConnection, message: ms.FromMember) -> None:
         run = self._service.state.runs.get(connection.run)
         if isinstance(message, ms.ExceptionRaisedMsg) and run is not None and not run.has_ended:
+            if message.step and fl.role_of(connection.member) != EVALUATOR:
+                # Newer than its last heartbeat; whether a member is restarted depends on the first committed step.
+                self._service.handle(connection.run, ev.ProgressRecorded(message.step))
             traceback = message.traceback[-MAX_TRACEBACK:]
             raised = run_events.ExceptionReported(
                 connection.member, message.kind, message.text, traceback, message.code

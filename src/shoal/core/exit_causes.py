@@ -93,16 +93,17 @@ def classify(end: ExitFacts) -> ExitCause:
     if end.signal == signals.SIGTERM and end.had_notice:
         return ExitCause("preempted", "ended by SIGTERM after a notice")
     if end.exception is not None and end.signal is None:
-        return _of_exception(end.exception)
+        return _of_exception(end.exception, end.last_output)
     if end.signal is not None:
         return _of_signal(end)
     words = f": {end.last_output}" if end.last_output else ""
     return ExitCause("user", f"exit code {end.exit_code}{words}")
 
 
-def _of_exception(why: RecordedException) -> ExitCause:
+def _of_exception(why: RecordedException, last_output: str) -> ExitCause:
     if why.kind == "SystemExit":
-        return ExitCause("user", f"sys.exit({why.text})")
+        words = f": {last_output}" if last_output not in ("", *why.text.splitlines()) else ""
+        return ExitCause("user", f"sys.exit({why.text}){words}")
     line = f"{why.kind}: {why.text}".rstrip(": ").splitlines()[0]
     if why.code:
         line = f"error[{why.code}] {why.text}"

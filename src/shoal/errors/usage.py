@@ -59,9 +59,10 @@ class BadConfigFile(UsageError):
 
 
 class BadScript(UsageError):
-    """The script or module to run does not exist, cannot be read, or is outside the project that is sent along.
+    """The script or module to run does not exist, cannot be read, is not valid Python, or is outside the project.
 
-    Check its path relative to the working directory. A run on other machines can only use a script inside the
+    Check its path relative to the working directory. A script is compiled before anything is started, so a syntax error
+    is shown at once, with its line. A run on other machines can only use a script inside the
     directory that it sends to them.
     """
 

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def check_budget(amount: float | None, where: str = "") -> None:
 
 
 def check_script(script: str, cwd: Path) -> None:
-    """Raise BadScript unless the script is a readable file."""
+    """Raise BadScript unless the script is a readable file, and valid Python if its name ends in .py."""
     path = cwd / script
     if not path.exists():
         near = _similar_script(path)
@@ -116,6 +117,26 @@ def check_script(script: str, cwd: Path) -> None:
         raise BadScript(f"{script} is not a file", where=str(cwd), do="name the script itself")
     if not os.access(path, os.R_OK):
         raise BadScript(f"cannot read {script}", where=str(cwd), why="permission denied", do=f"chmod u+r {script}")
+    if path.suffix == ".py":
+        _check_syntax(script, path)
+
+
+def _check_syntax(script: str, path: Path) -> None:
+    """Raise BadScript with the line and a caret if the script cannot be compiled."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = (error.text or "").rstrip("\n").expandtabs(1)
+        indent = len(line) - len(line.lstrip())
+        caret = " " * (max(error.offset or 1, indent + 1) - indent - 1) + "^"
+        raise BadScript(
+            f"{script} is not valid Python: {error.msg}",
+            where=f"{path}, line {error.lineno}",
+            why=f"{line.strip()}\n{'':<9}{caret}" if line.strip() else "",
+        ) from None
+    except ValueError as error:
+        raise BadScript(f"{script} is not valid Python: {error}", where=str(path)) from None
 
 
 def check_module(module: str, cwd: Path) -> None:

@@ -31,6 +31,6 @@ __all__ = ["Run", "join"]
 
 def join() -> Run:
     """Return the run that this process was started for; a standalone one if it was started by hand."""
-    run = Run(*worker_join.join())
+    run = Run(*worker_join.join(show_progress=True))
     atexit.register(run.close)
     return run

@@ -243,12 +243,16 @@ class EvaluatedMsg(Message, frozen=True):
 
 
 class ExceptionRaisedMsg(Message, frozen=True):
-    """The user's code raised; sent just before the process ends, so that the cause is recorded before the loss."""
+    """The user's code raised; sent just before the process ends, so that the cause is recorded before the loss.
+
+    `step` is the newest step that the member knows to be committed.
+    """
 
     kind: str
     text: str
     traceback: str
     code: str = ""
+    step: int = 0
 
 
 # --- coordinator to member

@@ -19,7 +19,7 @@ from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.session import environment
 from shoal.worker.session.session import Session
-from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.session.standalone import Progress, StandaloneSession
 
 NOTICE_S = 30.0
 # Slurm and systemd signal every process of a job, and the agent then passes its own signal on: both are one notice.
@@ -34,15 +34,19 @@ class Joined(NamedTuple):
     checkpoints: str
 
 
-def join() -> Joined:
-    """Join the run that this process was started for; return a standalone session if it was started by hand."""
+def join(*, show_progress: bool = False) -> Joined:
+    """Join the run that this process was started for; return a standalone session if it was started by hand.
+
+    With `show_progress` a standalone session prints its steps and losses.
+    """
     member = environment.read(os.environ)
     if member is None:
-        return Joined(StandaloneSession(), "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
-    session = _open_session(member)
-    _handle_sigterm(session, member.grace_s or NOTICE_S)
-    _report_uncaught_errors(session)
-    return Joined(session, member.run, checkpoint_directory(member))
+        session = StandaloneSession(Progress() if show_progress else None)
+        return Joined(session, "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
+    opened = _open_session(member)
+    _handle_sigterm(opened, member.grace_s or NOTICE_S)
+    _report_uncaught_errors(opened)
+    return Joined(opened, member.run, checkpoint_directory(member))
 
 
 def checkpoint_directory(member: environment.MemberEnvironment) -> str:

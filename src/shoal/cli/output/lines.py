@@ -173,7 +173,8 @@ class PlainOutput:
     def view(self, view: RunView) -> None:
         now = self._clock()
         shown = (view.status, view.step, "" if view.status == "training" else view.reason)
-        if self._quiet or now < self._next_at or shown == self._shown:
+        # Why a run failed is in its summary.
+        if self._quiet or now < self._next_at or shown == self._shown or view.status == "failed":
             return
         self._next_at = now + self._every_s
         self._shown = shown

@@ -14,14 +14,16 @@ be older than their last step; the summary then says "at least".
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from shoal import exit_codes
 from shoal.cli.output import table
 from shoal.cli.output.lines import SHARES, checkpoint, cost, evaluation, event_files, resume_advice
+from shoal.cli.output.tracebacks import FRAME, user_frame
 from shoal.core.exit_causes import TOGETHER_S, MemberFailure, root_cause
 from shoal.core.fleet.decide import role_of
 from shoal.core.membership.state import EVALUATOR
@@ -38,6 +40,7 @@ CHANGES_SHOWN = 10
 VICTIMS_SHOWN = 3
 REPORTED_WITHIN_S = 1.0
 PLANNED_EXITS = (f"exit code {exit_codes.OK}", f"exit code {exit_codes.RESUMABLE}", "signal 15")
+STOPPED_BY_FAILURE = "the run failed: "
 ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
 STARTED_OVER = re.compile(r"training starts over and repeats (\d+) steps")
 RESTORED = re.compile(r"restored the checkpoint of step (\d+)")
@@ -61,7 +64,11 @@ class WorldChange(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The facts that the summary of a run shows; `logs` is a path, or what to do instead of looking there."""
+    """The facts that the summary of a run shows; `logs` is a path, or what to do instead of looking there.
+
+    `cause` is the failure that explains the others: `others` members had the same, `victims` failed as a consequence.
+    `frame` is where in the user's code it was raised, with its `traceback`.
+    """
 
     run: str
     name: str
@@ -90,6 +97,10 @@ class Summary(msgspec.Struct, frozen=True):
     tensorboard: str = ""
     tensorboard_error: str = ""
     cost: str = ""
+    others: int = 0
+    frame: str = ""
+    traceback: str = ""
+    advice: str = ""
 
 
 def summarise(
@@ -99,15 +110,20 @@ def summarise(
     reached: Mapping[int, int] = {},
     abandoned: bool = False,
     target_options: str = "",
+    traceback_of: Callable[[str], str] = lambda _member: "",
 ) -> Summary:
     """Return the summary of a run from its last view and its story.
 
     `reached` is the step that the run had reached when each world formed, as far as that was seen; `target_options`
-    address the run's coordinator in the commands that the summary advises.
+    address the run's coordinator in the commands that the summary advises. `traceback_of` returns the traceback that a
+    member has printed.
     """
     # The end of an evaluator does not affect the training.
     story = [line for line in story if role_of(line.member) != EVALUATOR]
-    cause, victims = _root_cause(view, story)
+    blame = _root_cause(view, story)
+    traceback = traceback_of(blame.member) if blame.member else ""
+    if blame.error not in traceback:
+        traceback = ""  # of an error that the script has handled itself
     last = story[-1].at if story else view.since
     step = max(view.step, view.checkpoint_step or 0)
     more = " --budget AMOUNT" if view.exit_code == exit_codes.BUDGET_REACHED else ""
@@ -130,8 +146,12 @@ def summarise(
         directory=view.directory,
         logs=log_place(view, target_options),
         resume=resume_advice(view.run, step, view.checkpoint_step, target_options + more) if can_resume else "",
-        cause=cause,
-        victims=victims,
+        cause=blame.cause,
+        victims=blame.victims,
+        others=blame.others,
+        frame=user_frame(traceback),
+        traceback=traceback,
+        advice=_advice(blame.cause, view.argv),
         share_changes=sum(line.kind == SHARES for line in story),
         idle_before=view.idle_before,
         idle_now=view.idle_now,
@@ -226,16 +246,14 @@ def text(facts: Summary) -> str:
     head = f"{facts.status}: {facts.name} ({facts.run}), {table.count(facts.step)}{total} steps"
     lines = []
     if facts.cause:
-        lines.append(f"cause       {facts.cause}")
-        lines += [f"            then {victim}" for victim in facts.victims[:VICTIMS_SHOWN]]
-        if len(facts.victims) > VICTIMS_SHOWN:
-            lines.append(f"            and {len(facts.victims) - VICTIMS_SHOWN} more as a consequence")
+        lines += _cause_lines(facts)
     lines.append(
         f"{head} in {table.span(facts.seconds)}" + (f", loss {facts.loss:.4g}" if facts.loss is not None else "")
     )
     if facts.reason and (facts.status != "done" or facts.reason != ALL_DONE):
-        lines.append(f"why         {facts.reason}")
-    lines.append(f"members     {facts.joins} joined, {facts.losses} lost")
+        lines.append(f"why         {_reason_beside_cause(facts)}")
+    if facts.joins or facts.losses or not facts.cause:
+        lines.append(f"members     {facts.joins} joined, {facts.losses} lost")
     lines += _change_lines(facts)
     lines += _share_lines(facts)
     if facts.cost:
@@ -247,11 +265,32 @@ def text(facts: Summary) -> str:
     if facts.checkpoint_step is not None:
         lines.append(f"checkpoint  {checkpoint(facts.checkpoint_step, facts.checkpoint_path)}")
     lines.append(f"logs        {facts.logs}")
-    if facts.tensorboard:
+    if facts.tensorboard and (facts.step or not facts.cause):
         lines.append(f"tensorboard {event_files(facts.tensorboard, facts.tensorboard_error)}")
     if facts.resume:
         lines.append(f"continue    {facts.resume}")
     return "\n".join(lines)
+
+
+def _cause_lines(facts: Summary) -> list[str]:
+    lines = [f"cause       {facts.cause}"]
+    if facts.others:
+        lines.append(f"            and {facts.others} other member{'s' if facts.others > 1 else ''}")
+    lines += [f"            then {victim}" for victim in facts.victims[:VICTIMS_SHOWN]]
+    if len(facts.victims) > VICTIMS_SHOWN:
+        lines.append(f"            and {len(facts.victims) - VICTIMS_SHOWN} more as a consequence")
+    if facts.frame and len(FRAME.findall(facts.traceback)) > 1:
+        lines.append(f"at          {facts.frame}")
+    if facts.advice:
+        lines.append(f"do          {facts.advice}")
+    return lines + [f"  {line}" for line in facts.traceback.splitlines()]
+
+
+def _reason_beside_cause(facts: Summary) -> str:
+    """Return the reason without the error that the cause shows already."""
+    mark = " (not restarted: "
+    reason, found, rest = facts.reason.partition(mark)
+    return f"{mark.strip(' (')} {rest.removesuffix(')')}" if facts.cause and found else reason
 
 
 def _change_lines(facts: Summary) -> list[str]:
@@ -295,16 +334,36 @@ def _cost(change: WorldChange) -> str:
     return f" (new world after {table.span(change.formed_s)}; {lost})"
 
 
-def _root_cause(view: RunView, story: Sequence[StoryLine]) -> tuple[str, tuple[str, ...]]:
-    """Return the failure that explains the others, and those; empty unless the run failed."""
+class _Blame(NamedTuple):
+    """The failure that explains the others: its member, its error, how many others had the same, its consequences."""
+
+    cause: str = ""
+    member: str = ""
+    error: str = ""
+    others: int = 0
+    victims: tuple[str, ...] = ()
+
+
+def _root_cause(view: RunView, story: Sequence[StoryLine]) -> _Blame:
+    """Return the failure that explains the others; empty unless the run failed."""
     if view.status != "failed":
-        return "", ()
+        return _Blame()
     cause = root_cause(_failures(story))
     if cause is None:
-        return view.reason, ()
-    first = f"{cause.first.member}: {cause.first.detail}"
-    victims = dict.fromkeys(f"{victim.member}: {victim.detail}" for victim in cause.victims)
-    return first, tuple(victim for victim in victims if victim != first)
+        return _Blame(view.reason)
+    member, detail = cause.first.member, cause.first.detail
+    others = {victim.member for victim in cause.victims if victim.detail == detail} - {member}
+    victims = dict.fromkeys(f"{v.member}: {v.detail}" for v in cause.victims if v.detail != detail)
+    error = detail.partition("\n")[0].partition(" (File ")[0]
+    return _Blame(f"{member}: {detail}", member, error, len(others), tuple(victims))
+
+
+def _advice(cause: str, argv: Sequence[str]) -> str:
+    """Return what to do about a cause that users meet often, "" for any other."""
+    if "EOF when reading a line" in cause or "BdbQuit" in cause:
+        script = " ".join(argv[:1]) or "SCRIPT.py"
+        return f"members have no terminal for breakpoint() and input(); run the script alone: python {script}"
+    return ""
 
 
 def _failures(story: Sequence[StoryLine]) -> list[MemberFailure]:
@@ -317,6 +376,8 @@ def _failures(story: Sequence[StoryLine]) -> list[MemberFailure]:
             detail = line.text.removeprefix(f"{line.member} raised ")
             detail = f"{detail} ({line.reason})" if line.reason else detail
             failures.append(MemberFailure(line.member, line.at, "user", detail))
+        elif line.reason.startswith(STOPPED_BY_FAILURE):
+            continue
         elif line.kind == "ProcessExited" and line.at - raised_at.get(line.member, -TOGETHER_S) >= TOGETHER_S:
             cause = "infrastructure" if "signal" in line.text else "user"
             if not line.text.endswith(PLANNED_EXITS):

@@ -27,10 +27,11 @@ A run's status::
 soon as another run misses some.
 
 **Restarts** (`restarts`, `restart_policy`). An exit has a cause. *user*: the script raised; few restarts, then the run
-fails. *infrastructure*: killed, crashed, agent lost; more restarts, with a growing pause, then the member is given up
-for a while, and the run fails only if fewer than its minimum are left. *preempted*: the machine was taken away;
-unlimited. *refused*: the coordinator rejected the member; not restarted. *asked* and *done* are no failures. A hung
-or unresponsive process is stopped and restarted: it may hold a slot for ever otherwise.
+fails; before the first committed step it fails as soon as a second member has the same error. *infrastructure*: killed,
+crashed, agent lost; more restarts, with a growing pause, then the member is given up for a while, and the run fails
+only if fewer than its minimum are left. *preempted*: the machine was taken away; unlimited. *refused*: the coordinator
+rejected the member; not restarted. *asked* and *done* are no failures. A hung or unresponsive process is stopped and
+restarted: it may hold a slot for ever otherwise.
 
 **Agents.** A closed connection stops nothing: an agent that is cut off keeps its processes running, and when it
 reconnects it says which are alive. Only after `agent_s` are they forgotten and replaced elsewhere. A process that turns
@@ -289,7 +290,8 @@ def _on_process_exited(draft: FleetDraft, event: fe.ProcessExited) -> None:
         draft.update(p, status=BACKOFF, until=draft.now + 1.0)
     else:
         cause = "infrastructure" if p.restart_reason else event.cause
-        restarts.on_unplanned_exit(draft, p, cause, p.restart_reason or event.detail)
+        early = event.before_first_step
+        restarts.on_unplanned_exit(draft, p, cause, p.restart_reason or event.detail, before_first_step=early)
 
 
 def _lose(draft: FleetDraft, p: ProcessState, detail: str) -> None:

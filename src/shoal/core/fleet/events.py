@@ -90,7 +90,8 @@ class ProcessStarted:
 class ProcessExited:
     """A process ended. `cause` is done, user, infrastructure, preempted, asked, refused or idle.
 
-    The agent never reports *idle*: the coordinator told this member that others had finished without it.
+    The agent never reports *idle*: the coordinator told this member that others had finished without it. Nor does it
+    know `before_first_step`: whether the run had not committed a step yet.
     """
 
     run: str
@@ -100,6 +101,7 @@ class ProcessExited:
     detail: str = ""
     exit_code: int | None = None
     signal: int | None = None
+    before_first_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,21 @@
 
 Errors of the user's code, failures of machines and preemptions have separate limits: a bug should stop a run soon, a
 bad network late, and a spot market never. Only exits within a window of time count, so no member is given up for good.
+
+Before the run has committed its first step, an error of the user's code is most likely a plain mistake, which no
+restart cures. There `decide_before_first_step` restarts only while the error may concern one member alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
 Cause = Literal["user", "infrastructure", "preempted"]
+
+# Pause of a restart before the first step: long enough to see whether other members fail with the same error.
+COMPARE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +36,11 @@ class RestartLimits:
 
 @dataclass(frozen=True, slots=True)
 class PastExit:
-    """An earlier exit of a member, and its cause."""
+    """An earlier exit of a member, its cause, and the error as one line."""
 
     at: float
     cause: str
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,38 @@ def decide(history: Sequence[PastExit], cause: Cause, now: float, settings: Rest
             return StopRestarting(f"no restarts are allowed after {name}")
         return StopRestarting(f"{used + 1} {name} within {settings.window_s:.0f} s; {allowed} restarts are allowed")
     return RestartAfter(_pause_s(history, now, settings), f"restart {used + 1} of at most {allowed} after {name}")
+
+
+def decide_before_first_step(
+    histories: Mapping[str, Sequence[PastExit]],
+    member: str,
+    error: str,
+    members: Collection[str],
+    now: float,
+    settings: RestartLimits,
+) -> Decision:
+    """Return whether to restart a member after an error of the user's code before the first committed step.
+
+    `histories` are the earlier exits of each member, `members` those that the run has at present. The same error from
+    another member, or from the same one again, and any error of the only member stop the run.
+    """
+    failed = {
+        name
+        for name, history in histories.items()
+        if any(past.cause == "user" and past.error == error and now - past.at < settings.window_s for past in history)
+    }
+    if len(members) <= 1:
+        return StopRestarting("not restarted: the only member failed before the first step")
+    if failed - {member}:
+        count = len(failed | {member})
+        subject = "every member" if set(members) <= failed | {member} else f"{count} members"
+        return StopRestarting(f"not restarted: {subject} failed with the same error before the first step")
+    if member in failed:
+        return StopRestarting("not restarted: it failed twice with the same error before the first step")
+    decision = decide(histories.get(member, ()), "user", now, settings)
+    if isinstance(decision, RestartAfter):
+        return RestartAfter(max(COMPARE_S, decision.after_s), decision.reason)
+    return decision
 
 
 def _pause_s(history: Sequence[PastExit], now: float, settings: RestartLimits) -> float:

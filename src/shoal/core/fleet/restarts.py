@@ -12,7 +12,9 @@ from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 KEPT_EXITS = 100
 
 
-def on_unplanned_exit(draft: FleetDraft, p: ProcessState, cause: str, detail: str) -> None:
+def on_unplanned_exit(
+    draft: FleetDraft, p: ProcessState, cause: str, detail: str, *, before_first_step: bool = False
+) -> None:
     """Restart a process at once or after a back-off, give it up, or fail its run."""
     run = draft.runs[p.run]
     if run.status != ACTIVE and not (p.role == EVALUATOR and run.status == FINISHING):
@@ -30,7 +32,8 @@ def on_unplanned_exit(draft: FleetDraft, p: ProcessState, cause: str, detail: st
     if cause == "refused":
         give_up(draft, p, cause, f"{p.member}: {detail}", "it does not fit into this run")
         return
-    decision = judge(draft, run, p.member, cause)
+    early = before_first_step and cause == "user" and p.role != EVALUATOR
+    decision = judge_early(draft, run, p.member, detail) if early else judge(draft, run, p.member, cause, detail)
     if isinstance(decision, restart_policy.StopRestarting):
         give_up(draft, p, cause, f"{p.member}: {detail or cause}", decision.reason)
     elif decision.after_s > 0.0 or agent is None or not agent.usable:
@@ -44,15 +47,27 @@ def on_unplanned_exit(draft: FleetDraft, p: ProcessState, cause: str, detail: st
         draft.restart(p, decision.reason)
 
 
-def judge(draft: FleetDraft, run: DesiredRun, member: str, cause: str) -> restart_policy.Decision:
+def judge(draft: FleetDraft, run: DesiredRun, member: str, cause: str, error: str = "") -> restart_policy.Decision:
     """Record an exit and return what the restart policy says; a member of "" stands for a whole group."""
     kind: restart_policy.Cause = (
         "user" if cause == "user" else "preempted" if cause == "preempted" else "infrastructure"
     )
-    history = run.losses.get(member, ())
-    exits = (*history[1 - KEPT_EXITS :], restart_policy.PastExit(draft.now, kind))
+    _record(draft, run, member, restart_policy.PastExit(draft.now, kind, error))
+    return restart_policy.decide(run.losses.get(member, ()), kind, draft.now, run.restarts)
+
+
+def judge_early(draft: FleetDraft, run: DesiredRun, member: str, error: str) -> restart_policy.Decision:
+    """Record an error of the user's code before the first committed step; return what the restart policy says."""
+    _record(draft, run, member, restart_policy.PastExit(draft.now, "user", error))
+    present = {p.member for p in draft.of_run(run.run) if p.role != EVALUATOR} | set(run.unmanaged)
+    if len(present) == 1 < run.max_members:
+        present.add("")  # the only member so far: others may come
+    return restart_policy.decide_before_first_step(run.losses, member, error, present, draft.now, run.restarts)
+
+
+def _record(draft: FleetDraft, run: DesiredRun, member: str, past: restart_policy.PastExit) -> None:
+    exits = (*run.losses.get(member, ())[1 - KEPT_EXITS :], past)
     draft.set_run(run.run, losses={**run.losses, member: exits})
-    return restart_policy.decide(history, kind, draft.now, run.restarts)
 
 
 def give_up(draft: FleetDraft, p: ProcessState, cause: str, what: str, why: str) -> None:

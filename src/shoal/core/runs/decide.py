@@ -307,7 +307,7 @@ class _Cascade:
                     event = replace(event, cause="idle")
             elif finished and member.connected:
                 self._then(self._membership, run, ev.MemberDisconnected(event.member))
-        self._then(self._fleet, event)
+        self._then(self._fleet, replace(event, before_first_step=_before_first_step(run)))
         self._then(self._after_exit, run)
 
     def _after_exit(self, run: RunState) -> None:
@@ -443,6 +443,12 @@ def _has_started(run: RunState, desired: DesiredRun) -> bool:
     """Return whether a member has trained; of an unmodified script, whether it was ever started."""
     state = run.membership
     return state.started or state.placement is not None or bool(run.spec.compat and desired.seen)
+
+
+def _before_first_step(run: RunState) -> bool:
+    """Return whether no step of a run is known to be committed; an unmodified script does not report its steps."""
+    state = run.membership
+    return not (run.spec.compat or run.spec.resume or state.step or state.checkpoint_step is not None)
 
 
 def _awaits_machines(run: RunState) -> bool:

@@ -119,7 +119,8 @@ class CoordinatorClient:
     def report_exception(self, error: BaseException, text: str) -> None:
         """Report an exception of the user's code, before the process ends and peers see only a lost connection."""
         code = error.code if isinstance(error, errors.ShoalError) else ""
-        self._send(messages.ExceptionRaisedMsg(type(error).__name__, str(error)[:2000], text[-20_000:], code))
+        kind, step = type(error).__name__, self.step or 0
+        self._send(messages.ExceptionRaisedMsg(kind, str(error)[:2000], text[-20_000:], code, step))
 
     # --- sending
 

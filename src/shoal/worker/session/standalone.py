@@ -1,7 +1,13 @@
-"""Session of a script that was started by hand: a run of one, without coordinator or network."""
+"""Session of a script that was started by hand: a run of one, without coordinator or network.
+
+Under `shoal run` the coordinator shows the progress; here the session prints it itself, to standard error: a line every
+few seconds and one at the end of the loop.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +20,31 @@ from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.member_worlds import StateProvider
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 
+PROGRESS_EVERY_S = 5.0
 ALONE = World(1, (Seat("alone", "", Address("127.0.0.1", 0)),), 0, fresh=True)
+
+
+class Progress:
+    """Lines such as ``step 160/160  epoch 9  loss 0.9382``, at most one every `PROGRESS_EVERY_S` and a last one."""
+
+    def __init__(
+        self,
+        say: Callable[[str], object] = lambda text: sys.stderr.write(f"{text}\n"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say, self._clock = say, clock
+        self._next_at = clock() + PROGRESS_EVERY_S
+        self._shown = 0
+
+    def show(self, step: int, status: Callable[[], dict[str, Any]], *, last: bool = False) -> None:
+        """Print the progress if it is due, or if it is the last one; never the same step twice."""
+        if step == self._shown or (not last and self._clock() < self._next_at):
+            return
+        self._next_at, self._shown = self._clock() + PROGRESS_EVERY_S, step
+        fields = status()
+        total, loss = fields.get("total_steps"), fields.get("loss")
+        parts = [f"step {step}" + (f"/{total}" if total else ""), f"epoch {fields.get('epoch', 0)}"]
+        self._say("  ".join([*parts, f"loss {loss:.4g}"] if loss is not None else parts))
 
 
 class StandaloneSession:
@@ -29,7 +59,8 @@ class StandaloneSession:
     reason = ""
     environment: MemberEnvironment | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress
         self.settings = RunSettings(checkpoint_every_s=0)
         self.world: World | None = ALONE
         self.exchange: Exchange | None = Ring(0, ["alone"])
@@ -59,15 +90,22 @@ class StandaloneSession:
 
     def commit(self) -> None:
         self.step = (self.step or 0) + 1
+        if self._progress is not None:
+            self._progress.show(self.step, self.status)
 
     def fail(self, broken: ExchangeBroken) -> None:
         raise broken
 
     def finish(self) -> bool:
+        self._show_last_progress()
         return True
 
     def leave_loop(self) -> None:
-        """Do nothing: no other member continues."""
+        self._show_last_progress()
+
+    def _show_last_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.show(self.step or 0, self.status, last=True)
 
     def claim(self, name: str) -> bool:  # noqa: ARG002
         return True

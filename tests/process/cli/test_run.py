@@ -51,6 +51,15 @@ def test_script_that_raises_ends_with_exit_code_1_and_its_cause_first(stage: Any
     assert stage.has_no_processes()
 
 
+def test_same_error_of_all_members_is_shown_once_and_not_retried(stage: Any) -> None:
+    ran = stage.shoal("run", "-n", "2", "raise.py")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "            and 1 other member\n" in ran.stderr
+    assert ran.stdout.count("| Traceback") == 1
+    assert "restarted local" not in ran.stdout
+    assert len((ran.stdout + ran.stderr).splitlines()) < 30
+
+
 def test_no_process_outlives_a_killed_shoal_run(stage: Any) -> None:
     process = stage.start("run", "-n", "2", "wait.py")
     stage.until(lambda: stage.out().count("| waiting") == 2, "members run")

@@ -51,7 +51,7 @@ def test_script_that_always_raises_fails_the_run_with_its_exception(coordinator:
     for _ in range(2):
         order = agent.hear(agent_messages.StartMemberMsg)
         member = FakeMember(coordinator, run, order.member, order.incarnation).hello()
-        member.say(ms.ExceptionRaisedMsg("ValueError", "no such column", 'File "train.py", line 3'))
+        member.say(ms.ExceptionRaisedMsg("ValueError", "no such column", 'File "train.py", line 3', step=5))
         member.hear(ms.WelcomeMsg)
         member.close()
         agent.exited(order, "user", "ValueError: no such column", 1)

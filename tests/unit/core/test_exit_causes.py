@@ -123,3 +123,11 @@ def test_failures_long_ago_are_unrelated():
 def test_earliest_failure_is_shown_if_all_are_victims():
     failures = [failure(f"a/{i}", 10.0 + i, "infrastructure", "ConnectionResetError: gone") for i in range(2)]
     assert root_cause(failures).first.member == "a/0"
+
+
+def test_sys_exit_is_explained_by_the_last_output():
+    code = RecordedException("SystemExit", "2")
+    assert verdict(exit_code=2, exception=code, last_output="no data") == ("user", "sys.exit(2): no data")
+    assert verdict(exit_code=2, exception=code) == ("user", "sys.exit(2)")
+    words = RecordedException("SystemExit", "no data")
+    assert verdict(exit_code=1, exception=words, last_output="no data") == ("user", "sys.exit(no data)")

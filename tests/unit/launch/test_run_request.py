@@ -75,3 +75,18 @@ def test_argument_that_is_not_utf_8_is_rejected(tmp_path: Path, monkeypatch: pyt
     settings = settings_layers.resolve(tmp_path, {})
     with pytest.raises(BadScript, match="not UTF-8"):
         run_request.build_run_spec("train.py", (os.fsdecode(b"\xff"),), module=False, compat="", settings=settings)
+
+
+def test_script_with_a_syntax_error_is_refused_with_its_line_and_a_caret(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def f():\n    x = = 2\n")
+    with pytest.raises(BadScript, match="is not valid Python: invalid syntax") as caught:
+        run_request.check_script("train.py", tmp_path)
+    assert caught.value.where == f"{tmp_path / 'train.py'}, line 2"
+    assert "  why    x = = 2\n             ^\n" in str(caught.value)
+
+
+def test_only_python_files_are_compiled(tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("x = = 2\n")
+    (tmp_path / "warns.py").write_text("if 1 is 1: pass\n")
+    run_request.check_script("train", tmp_path)
+    run_request.check_script("warns.py", tmp_path)

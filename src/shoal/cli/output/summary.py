@@ -288,9 +288,8 @@ def _cause_lines(facts: Summary) -> list[str]:
 
 def _reason_beside_cause(facts: Summary) -> str:
     """Return the reason without the error that the cause shows already."""
-    mark = " (not restarted: "
-    reason, found, rest = facts.reason.partition(mark)
-    return f"{mark.strip(' (')} {rest.removesuffix(')')}" if facts.cause and found else reason
+    _, _, not_restarted = facts.reason.partition(" (not restarted: ")
+    return f"not restarted: {not_restarted.removesuffix(')')}" if facts.cause and not_restarted else facts.reason
 
 
 def _change_lines(facts: Summary) -> list[str]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 HEAD = "Traceback (most recent call last):"
 # Lines that connect two tracebacks of one failure.
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
-LIBRARIES = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+|shoal)/|^<")
+LIBRARIES = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+)/|^<")
+PACKAGE = f"{Path(__file__).parents[2]}/"
 LINES_SHOWN = 40
 
 LogLines = list[tuple[str, str]]
@@ -119,9 +121,13 @@ def user_frame(traceback: str) -> str:
     """
     lines = traceback.splitlines()
     frames = [(index, match) for index, line in enumerate(lines) if (match := FRAME.match(line))]
-    own = [frame for frame in frames if not LIBRARIES.search(frame[1]["file"])] or frames
+    own = [frame for frame in frames if not _is_library(frame[1]["file"])] or frames
     if not own:
         return ""
     index, match = own[-1]
     source = lines[index + 1].strip() if index + 1 < len(lines) and lines[index + 1].startswith("    ") else ""
     return f"{match['file']}:{match['line']}" + (f": {source}" if source else "")
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(PACKAGE) or LIBRARIES.search(file) is not None

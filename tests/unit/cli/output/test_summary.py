@@ -11,7 +11,7 @@ from shoal.cli.output import summary
 from shoal.core.membership import decide as membership
 from shoal.core.membership import events as ev
 from shoal.core.world import Address
-from shoal.wire.api import CostView
+from shoal.wire.api import CostView, StoryLine
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,44 @@ def test_failure_is_shown_with_its_root_cause_first() -> None:
     assert facts.cause == 'local/0: ValueError: no (File "t.py", line 3)'
     assert facts.victims == ("local/1: ConnectionResetError: peer",)
     assert summary.text(facts).startswith("cause       local/0: ValueError: no")
+
+
+def exits(detail: str, *members: str) -> list[StoryLine]:
+    text = "process of {} ended with exit code 1"
+    return [
+        story_line(n, "ProcessExited", text.format(name), member=name, reason=detail) for n, name in enumerate(members)
+    ]
+
+
+def test_error_of_all_members_is_one_block_with_one_traceback() -> None:
+    story = exits("ValueError: no", "local/0", "local/1", "local/2")
+    story += exits("the run failed: local/2: ValueError: no", "local/1")
+    why = "local/2: ValueError: no (not restarted: every member failed with the same error before the first step)"
+    traceback = (
+        'Traceback (most recent call last):\n  File "t.py", line 2, in <module>\n    f()\n'
+        '  File "t.py", line 1, in f\n    raise ValueError("no")\nValueError: no'
+    )
+    view = run_view(status="failed", exit_code=1, reason=why, step=0, total_steps=None)
+    lines = summary.text(summary.summarise(view, story, traceback_of={"local/0": traceback}.__getitem__)).splitlines()
+    assert lines[:3] == [
+        "cause       local/0: ValueError: no",
+        "            and 2 other members",
+        'at          t.py:1: raise ValueError("no")',
+    ]
+    assert lines[3:9] == [f"  {line}" for line in traceback.splitlines()]
+    assert "why         not restarted: every member failed with the same error before the first step" in lines
+
+
+def test_traceback_of_an_error_that_the_script_handled_is_not_shown() -> None:
+    view = run_view(status="failed", exit_code=1, reason="gone")
+    facts = summary.summarise(view, exits("sys.exit(2): no data", "local/0"), traceback_of=lambda _: "KeyError: 1")
+    assert (facts.cause, facts.traceback) == ("local/0: sys.exit(2): no data", "")
+
+
+@pytest.mark.parametrize("detail", ["EOFError: EOF when reading a line", "BdbQuit"])
+def test_use_of_a_terminal_is_advised_against(detail: str) -> None:
+    facts = summary.summarise(run_view(status="failed", exit_code=1, reason="x"), exits(detail, "local/0"))
+    assert "members have no terminal for breakpoint() and input(); run the script alone: python" in summary.text(facts)
 
 
 def test_stopped_run_is_shown_with_the_command_that_continues_it() -> None:

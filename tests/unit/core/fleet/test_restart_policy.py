@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.fleet.restart_policy import PastExit, RestartAfter, RestartLimits, StopRestarting, decide
+from shoal.core.fleet.restart_policy import (
+    PastExit,
+    RestartAfter,
+    RestartLimits,
+    StopRestarting,
+    decide,
+    decide_before_first_step,
+)
 
 SETTINGS = RestartLimits(user=2, infrastructure=3, window_s=1000.0, backoff_s=1.0, backoff_max_s=5.0, healthy_s=60.0)
 
@@ -70,3 +77,39 @@ def test_limit_of_zero_allows_no_restart():
 def test_pause_never_overflows():
     endless = RestartLimits(infrastructure=10**9, window_s=1e9, healthy_s=1e9)
     assert decide(losses("infrastructure", *range(5000)), "infrastructure", 5000.0, endless).after_s == 30.0
+
+
+def early(histories, member="a", error="ValueError: x", members=("a", "b")):
+    failed = {name: [PastExit(1.0, cause, past)] for name, (cause, past) in histories.items()}
+    return decide_before_first_step(failed, member, error, members, 2.0, SETTINGS)
+
+
+def test_first_error_before_the_first_step_waits_for_the_other_members():
+    decision = early({})
+    assert isinstance(decision, RestartAfter)
+    assert decision.after_s == 1.0
+
+
+def test_same_error_of_another_member_before_the_first_step_is_not_retried():
+    assert early({"b": ("user", "ValueError: x")}) == StopRestarting(
+        "not restarted: every member failed with the same error before the first step"
+    )
+    assert early({"b": ("user", "ValueError: x")}, members=("a", "b", "c")) == StopRestarting(
+        "not restarted: 2 members failed with the same error before the first step"
+    )
+
+
+def test_same_error_again_before_the_first_step_is_not_retried():
+    assert early({"a": ("user", "ValueError: x")}) == StopRestarting(
+        "not restarted: it failed twice with the same error before the first step"
+    )
+
+
+def test_only_member_is_not_restarted_before_the_first_step():
+    assert early({}, members=("a",)) == StopRestarting("not restarted: the only member failed before the first step")
+
+
+@pytest.mark.parametrize("past", [("user", "KeyError: y"), ("infrastructure", "ValueError: x")])
+def test_other_failures_before_the_first_step_do_not_stop_restarts(past):
+    assert isinstance(early({"b": past}), RestartAfter)
+    assert isinstance(early({"a": past}), RestartAfter)

@@ -33,8 +33,8 @@ class TwoMembers:
         self.instructions = decide.apply(self.state, run, event, self.now)
         return [instruction for _, instruction in self.instructions]
 
-    def exit(self, member: str, cause: str) -> list[Any]:
-        return self.apply("r", fe.ProcessExited("r", member, self.incarnations[member], cause, exit_code=1))
+    def exit(self, member: str, cause: str, detail: str = "") -> list[Any]:
+        return self.apply("r", fe.ProcessExited("r", member, self.incarnations[member], cause, detail, exit_code=1))
 
     def story(self, event: Any) -> list[str]:
         self.apply("r", event)
@@ -49,6 +49,22 @@ def kinds(instructions: list[Any]) -> list[type]:
 def test_loss_of_a_member_is_decided_before_its_restart() -> None:
     instructions = kinds(TwoMembers().exit("lab/1", "infrastructure"))
     assert instructions.index(ev.DissolveWorld) < instructions.index(fe.StartProcess)
+
+
+def test_same_error_of_both_members_fails_the_run_before_its_first_step() -> None:
+    coordinator = TwoMembers()
+    coordinator.exit("lab/0", "user", "ValueError: no")
+    coordinator.exit("lab/1", "user", "ValueError: no")
+    run = coordinator.state.runs["r"]
+    assert (run.status, run.exit_code) == ("failed", exit_codes.FAILED)
+    assert "not restarted: every member failed with the same error before the first step" in run.reason
+
+
+def test_same_error_of_both_members_is_retried_after_the_first_step() -> None:
+    coordinator = TwoMembers()
+    coordinator.apply("r", ev.ProgressRecorded(1))
+    assert fe.StartProcess in kinds(coordinator.exit("lab/0", "user", "ValueError: no"))
+    assert fe.StartProcess in kinds(coordinator.exit("lab/1", "user", "ValueError: no"))
 
 
 def test_event_of_an_unknown_run_is_ignored() -> None:

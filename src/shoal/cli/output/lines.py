@@ -154,6 +154,8 @@ class PlainOutput:
 
     def story(self, lines: Sequence[StoryLine]) -> None:
         for line in lines:
+            if line.kind == "ProcessStarted":
+                continue  # its start is told already; process ids are in `shoal why`
             if line.kind != SHARES:
                 self.note(sentence(line))
             elif self._may_show_shares():

@@ -273,9 +273,8 @@ def text(facts: Summary) -> str:
 
 
 def _cause_lines(facts: Summary) -> list[str]:
-    lines = [f"cause       {facts.cause}"]
-    if facts.others:
-        lines.append(f"            and {facts.others} other member{'s' if facts.others > 1 else ''}")
+    others = f" (and {facts.others} other member{'s' if facts.others > 1 else ''})" if facts.others else ""
+    lines = [f"cause       {facts.cause}{others}"]
     lines += [f"            then {victim}" for victim in facts.victims[:VICTIMS_SHOWN]]
     if len(facts.victims) > VICTIMS_SHOWN:
         lines.append(f"            and {len(facts.victims) - VICTIMS_SHOWN} more as a consequence")

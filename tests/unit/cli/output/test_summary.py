@@ -126,12 +126,11 @@ def test_error_of_all_members_is_one_block_with_one_traceback() -> None:
     )
     view = run_view(status="failed", exit_code=1, reason=why, step=0, total_steps=None)
     lines = summary.text(summary.summarise(view, story, traceback_of={"local/0": traceback}.__getitem__)).splitlines()
-    assert lines[:3] == [
-        "cause       local/0: ValueError: no",
-        "            and 2 other members",
+    assert lines[:2] == [
+        "cause       local/0: ValueError: no (and 2 other members)",
         'at          t.py:1: raise ValueError("no")',
     ]
-    assert lines[3:9] == [f"  {line}" for line in traceback.splitlines()]
+    assert lines[2:8] == [f"  {line}" for line in traceback.splitlines()]
     assert "why         not restarted: every member failed with the same error before the first step" in lines
 
 

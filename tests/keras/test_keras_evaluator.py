@@ -1,4 +1,4 @@
-"""An evaluator beside a Keras training."""
+"""Evaluators of Keras runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("train_evaluated.py")
 
 
 def run(path: Path, *settings: str, **plan: Any) -> tuple[str, list[dict[str, Any]]]:
-    """The output of a run, and what was evaluated in it."""
+    """Return the output of a run, and its evaluations."""
     environ = {
         **os.environ,
         "SHOAL_HOME": str(path / "home"),
@@ -29,7 +29,9 @@ def run(path: Path, *settings: str, **plan: Any) -> tuple[str, list[dict[str, An
         "OMP_NUM_THREADS": "1",
         "TERM": "dumb",
     }
-    set_ = [word for one in ("checkpoint.every_steps=10", "preload=keras", *settings) for word in ("--set", one)]
+    set_ = [
+        word for setting in ("checkpoint.every_steps=10", "preload=keras", *settings) for word in ("--set", setting)
+    ]
     options = ("--evaluator", *set_)
     command = [sys.executable, "-m", "shoal.cli.main", "run", *options, str(SCRIPT)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500, check=False)
@@ -39,26 +41,26 @@ def run(path: Path, *settings: str, **plan: Any) -> tuple[str, list[dict[str, An
     return done.stdout, [entry["fields"] for entry in entries if entry["kind"] == "EvaluationReported"]
 
 
-def test_the_best_keras_model_is_kept(tmp_path: Path) -> None:
-    output, found = run(tmp_path, epochs=20, best="min:loss")
-    assert found[-1]["step"] == 80
-    assert found[-1]["metrics"].keys() == {"loss", "mae"}
-    best = min(found, key=lambda one: one["metrics"]["loss"])
+def test_evaluator_exports_the_best_model(tmp_path: Path) -> None:
+    output, evaluations = run(tmp_path, epochs=20, best="min:loss")
+    assert evaluations[-1]["step"] == 80
+    assert evaluations[-1]["metrics"].keys() == {"loss", "mae"}
+    best = min(evaluations, key=lambda evaluation: evaluation["metrics"]["loss"])
     model = keras.models.load_model(tmp_path / "best.keras")
     assert model.optimizer.iterations == best["step"]
     assert "evaluated step 80" in output
 
 
-def test_keras_ends_early_with_success(tmp_path: Path) -> None:
-    output, found = run(tmp_path, epochs=100_000, best="max:loss", patience=2)
-    assert len(found) >= 3
+def test_run_without_improvement_stops_early(tmp_path: Path) -> None:
+    output, evaluations = run(tmp_path, epochs=100_000, best="max:loss", patience=2)
+    assert len(evaluations) >= 3
     assert "stopped early: 2 evaluations did not improve on loss" in output
 
 
-def test_what_servers_hold_of_a_keras_model_is_evaluated(tmp_path: Path) -> None:
-    output, found = run(tmp_path, "sync=stale:2", "servers=2", epochs=20, best="min:loss")
-    assert found[-1]["step"] == 80, "the end of the training was not evaluated"
-    best = min(found, key=lambda one: one["metrics"]["loss"])
+def test_evaluator_scores_the_checkpoints_of_servers(tmp_path: Path) -> None:
+    output, evaluations = run(tmp_path, "sync=stale:2", "servers=2", epochs=20, best="min:loss")
+    assert evaluations[-1]["step"] == 80, "the end of the training was not evaluated"
+    best = min(evaluations, key=lambda evaluation: evaluation["metrics"]["loss"])
     x = np.random.default_rng(0).normal(size=(256, 8)).astype("float32")[:64]
     model = keras.models.load_model(tmp_path / "best.keras")
     scored = model.evaluate(x, x.sum(1, keepdims=True), verbose=0, return_dict=True)

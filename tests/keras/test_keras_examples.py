@@ -30,26 +30,26 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 
 def accuracies(output: str) -> list[float]:
-    return [float(found) for found in re.findall(r"accuracy (\d\.\d+) on", output)]
+    return [float(value) for value in re.findall(r"accuracy (\d\.\d+) on", output)]
 
 
-def test_the_image_model_learns_alone(tmp_path: Path) -> None:
+def test_image_example_learns_alone(tmp_path: Path) -> None:
     (accuracy,) = accuracies(call(sys.executable, *IMAGES, cwd=tmp_path))
     assert accuracy > 0.6
     assert (tmp_path / "digits.keras").stat().st_size > 0
 
 
 @pytest.mark.process
-def test_the_image_model_learns_with_two_members_that_end_with_the_same(tmp_path: Path) -> None:
-    one, other = accuracies(call(*SHOAL, "run", "-n", "2", *IMAGES, cwd=tmp_path))
-    assert one == other > 0.6
+def test_image_example_learns_with_two_members(tmp_path: Path) -> None:
+    first, second = accuracies(call(*SHOAL, "run", "-n", "2", *IMAGES, cwd=tmp_path))
+    assert first == second > 0.6
     assert (tmp_path / "digits.keras").stat().st_size > 0
 
 
-def test_the_text_model_runs_alone(tmp_path: Path) -> None:
+def test_text_example_runs_alone(tmp_path: Path) -> None:
     assert "sums right" in call(sys.executable, *TEXT, cwd=tmp_path)
 
 
 @pytest.mark.process
-def test_the_text_model_runs_with_two_members(tmp_path: Path) -> None:
+def test_text_example_runs_with_two_members(tmp_path: Path) -> None:
     assert call(*SHOAL, "run", "-n", "2", *TEXT, cwd=tmp_path).count("sums right") == 2

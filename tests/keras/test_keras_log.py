@@ -1,4 +1,4 @@
-"""What a Keras script may log."""
+"""Values that a Keras script may log."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
 pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
 
 
-class Trained:
-    """A trainer that only keeps what is logged."""
+class MetricsOnly:
+    """Trainer that only has metrics."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
@@ -27,7 +27,7 @@ class Trained:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = Run(StandaloneSession(), "alone", str(tmp_path))
-    run._trainer = Trained()  # type: ignore[assignment]
+    run._trainer = MetricsOnly()  # type: ignore[assignment]
     return run
 
 
@@ -44,7 +44,7 @@ def test_scalars_of_tensorflow_and_keras_are_logged(run: Run, make: Any) -> None
 
 
 @pytest.mark.parametrize("make", [lambda: "text", lambda: tf.constant("text"), lambda: tf.zeros(2), lambda: None])
-def test_what_is_no_number_is_refused_before_and_after_fit(run: Run, make: Any) -> None:
+def test_log_refuses_values_that_are_not_numbers(run: Run, make: Any) -> None:
     with pytest.raises(BadMetric, match="bad is a "):
         run.log(fine=1, bad=make())
     assert run._trainer.metrics == {}  # type: ignore[union-attr]
@@ -53,12 +53,12 @@ def test_what_is_no_number_is_refused_before_and_after_fit(run: Run, make: Any) 
         run.log(bad=make())
 
 
-def test_a_tensor_of_a_graph_is_refused(run: Run) -> None:
+def test_log_refuses_a_tensor_inside_a_graph(run: Run) -> None:
     @tf.function
     def traced(x: Any) -> Any:
         run.log(bad=x)
         return x
 
-    # TensorFlow wraps what it does not know.
-    with pytest.raises(Exception, match=r"S323(.|\n)*its value is not known yet"):
+    # TensorFlow wraps exceptions of types that it does not know.
+    with pytest.raises(Exception, match=r"S323(.|\n)*its value is not known while"):
         traced(tf.constant(1.0))

@@ -1,4 +1,4 @@
-"""A Keras run leaves the same event files as any other, with what Keras measures in them."""
+"""A Keras run writes event files with the metrics of Keras."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ x = rng.normal(size=(96, 8)).astype("float32")
 y = (x.sum(1) > 0).astype("float32")
 model = keras.Sequential([keras.layers.Dense(1, activation="sigmoid")])
 model.compile("sgd", "binary_crossentropy", metrics=["accuracy"])
-told = model.fit(
+history = model.fit(
     shoal.batches(x, y, size=32), epochs=3, verbose=0, validation_data=(x, y), callbacks=[shoal.Elastic()]
 )
-print("told", {name: values[-1] for name, values in told.history.items()})
+print("history", {name: values[-1] for name, values in history.history.items()})
 """
 
 
-def test_keras_metrics_are_scalars_of_the_run(tmp_path: Path) -> None:
+def test_keras_metrics_are_written_as_scalars(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     ours = {"SHOAL_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "TERM": "dumb"}
     ran = subprocess.run(
@@ -45,7 +45,7 @@ def test_keras_metrics_are_scalars_of_the_run(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     (folder,) = tmp_path.glob("home/coordinators/*/runs/*/tensorboard")
     events = read_folder(folder)
-    printed = next(line.partition("told ")[2] for line in ran.stdout.splitlines() if "| told " in line)
+    printed = next(line.partition("history ")[2] for line in ran.stdout.splitlines() if "| history " in line)
     for name, value in ast.literal_eval(printed).items():
         assert series(events, f"metrics/{name}")[9] == pytest.approx(value, rel=1e-5)
     assert series(events, "training/loss")[9] > 0

@@ -1,4 +1,4 @@
-"""The script of the tests of a Keras evaluator."""
+"""Training script for the tests of a Keras evaluator."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""The script under tests of Keras runs with servers: a small model, and two vectors in which servers count samples.
+"""Training script for tests of Keras runs with servers: a small model, and two vectors in which servers count samples.
 
-The counters are weights, one in each of two shards, and an optimizer of its own kind counts in them: so what is checked
-at the end is what was really applied, shard by shard. As tests/process/servers/train.py does it for torch.
+The counters are weights, one in each of two shards, and the optimizer counts in them: so the test checks what was
+really applied, shard by shard. tests/process/servers/train.py does the same for torch.
 """
 
 import json
@@ -25,20 +25,20 @@ SAMPLES, BATCH, EPOCHS = PLAN.get("samples", 512), PLAN.get("batch", 64), PLAN.g
 
 
 class Counter(keras.layers.Layer):
-    """Takes the numbers of samples off, and adds what was counted of them to the loss."""
+    """Strips the number off each sample, and adds the sample's counters to the loss."""
 
     def build(self, shape: Any) -> None:
         self.counted = [self.add_weight(shape=(SAMPLES,), initializer="zeros", name=f"counted{n}") for n in range(2)]
 
     def call(self, x: Any) -> Any:
         numbers = keras.ops.cast(x[:, 0], "int32")
-        for one in self.counted:
-            self.add_loss(keras.ops.mean(keras.ops.take(one, numbers)))
+        for counter in self.counted:
+            self.add_loss(keras.ops.mean(keras.ops.take(counter, numbers)))
         return x[:, 1:]
 
 
 class CountingSGD(keras.optimizers.SGD):
-    """SGD that counts, instead of stepping, in the counters, which are the only vectors of that length."""
+    """SGD that increments the counters, which are the only vectors of that length, instead of stepping them."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         if tuple(variable.shape) != (SAMPLES,):
@@ -48,21 +48,21 @@ class CountingSGD(keras.optimizers.SGD):
         self.assign_add(variable, keras.ops.round(gradient / keras.ops.min(seen)))
 
 
-def recording(real: Callable[..., Any], record: Callable[..., None]) -> Callable[..., Any]:
-    """Tells of every ticket that is begun, and of every one that is pushed."""
+def recording(method: Callable[..., Any], record: Callable[..., None]) -> Callable[..., Any]:
+    """Return a method that records every ticket that is begun, and every one that is pushed."""
 
-    def piece(trainer: Any, batch: Any) -> Any:
-        granted = trainer.turn.granted
-        told = {"clock": granted.clock, "low": granted.min_clock, "ticket": granted.ticket.key}
-        record("begin", samples=granted.ticket.samples, **told)
+    def train_micro_batch(trainer: Any, batch: Any) -> Any:
+        granted = trainer.current.granted
+        ticket = {"clock": granted.clock, "low": granted.min_clock, "ticket": granted.ticket.key}
+        record("begin", samples=granted.ticket.samples, **ticket)
         time.sleep(PLAN.get("pause_s", 0.0))
-        logs = real(trainer, batch)
+        logs = method(trainer, batch)
         if trainer.committed:
-            record("commit", step=trainer._session.step, rate=float(trainer.model.optimizer.learning_rate), **told)
+            record("commit", step=trainer._session.step, rate=float(trainer.model.optimizer.learning_rate), **ticket)
             pause_while_held(OUT, trainer._session.step, EPOCHS * SAMPLES // BATCH)
         return logs
 
-    return piece
+    return train_micro_batch
 
 
 def main() -> None:
@@ -76,13 +76,13 @@ def main() -> None:
         base = {"event": event, "member": run.member, "pid": os.getpid(), "at": time.monotonic()}
         log.write(json.dumps(base | fields) + "\n")
 
-    class Drops(logging.Handler):
-        def emit(self, told: logging.LogRecord) -> None:
-            if told.levelno >= logging.WARNING and told.args:
-                record("dropped", whom=told.args[0])
+    class RecordDrops(logging.Handler):
+        def emit(self, entry: logging.LogRecord) -> None:
+            if entry.levelno >= logging.WARNING and entry.args:
+                record("dropped", whom=entry.args[0])
 
-    logging.getLogger("shoal.parameter_server").addHandler(Drops())
-    KerasServedTrainer._piece = recording(KerasServedTrainer._piece, record)  # type: ignore[method-assign]
+    logging.getLogger("shoal.parameter_server").addHandler(RecordDrops())
+    KerasServedTrainer._train_micro_batch = recording(KerasServedTrainer._train_micro_batch, record)  # type: ignore[method-assign]
     keras.utils.set_random_seed(abs(hash(run.member)) % 1000)
     x = np.random.default_rng(1).normal(size=(SAMPLES, 16))
     layers = [Counter(), keras.layers.Dense(24, activation="tanh"), keras.layers.BatchNormalization()]
@@ -91,11 +91,11 @@ def main() -> None:
     record("ready", role=os.environ.get("SHOAL_ROLE", "trainer"))
     numbered = np.hstack([np.arange(SAMPLES)[:, None], x])
     data = shoal.batches(numbered, np.sin(x.sum(1, keepdims=True)), size=BATCH, seed=5)
-    written = keras.callbacks.CSVLogger(str(OUT / "epochs.csv"))
-    lowered = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate if epoch else rate)
-    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[shoal.Elastic(lowered, written)])
+    csv = keras.callbacks.CSVLogger(str(OUT / "epochs.csv"))
+    decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate if epoch else rate)
+    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[shoal.Elastic(decay, csv)])
     run.save(OUT / "final.keras", model)
-    counts = [np.unique(keras.ops.convert_to_numpy(one)).tolist() for one in model.layers[0].counted]
+    counts = [np.unique(keras.ops.convert_to_numpy(counter)).tolist() for counter in model.layers[0].counted]
     saved = keras.models.load_model(OUT / "final.keras", {"Counter": Counter}, compile=False)
     record("done", step=run.step, counts=counts, sum=total(model), saved=total(saved))
 

@@ -4,6 +4,11 @@ Example::
 
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
     model.fit(shoal.batches(x, y, size=512), epochs=10, callbacks=[shoal.Elastic()])
+
+The modules beside this one are the public API; the folders, from the top layer to the bottom, are data, modes, fit and
+backends.
+
+May import: keras/data, keras/modes, keras/fit, keras/backends, worker, core, errors.
 """
 
 from __future__ import annotations

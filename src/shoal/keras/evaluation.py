@@ -1,4 +1,4 @@
-"""How the evaluator of a Keras run scores its model."""
+"""Scoring of a Keras model by an evaluator: the request that a script makes, and metric results as numbers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from shoal.worker.training.metrics import to_float
 SUFFIXES = (".keras", ".h5")
 
 
-def wish(
+def evaluation_request(
     evaluate: Any,
     model: Any,
     best: str | None = None,
     patience: int | None = None,
     export: str | os.PathLike[str] | None = None,
 ) -> evaluation_evaluate.EvaluationRequest | None:
-    """What a script asks for; `evaluate` is a function, or what `model.evaluate` is given, such as (x, y)."""
+    """Return the script's request, None if it has none; `evaluate` is a function or data for `model.evaluate`."""
     if evaluate is None:
         if best is not None or patience is not None or export is not None:
-            raise BadEvaluation("it is said what is best, but not how to evaluate", do="pass evaluate=(x_val, y_val)")
+            raise BadEvaluation("best, patience and export require evaluate", do="pass evaluate=(x_val, y_val)")
         return None
     if export is not None and not os.fspath(export).endswith(SUFFIXES):
-        raise BadEvaluation(f"a Keras model cannot be kept in {os.fspath(export)}", do="let its name end with .keras")
+        raise BadEvaluation(
+            f"invalid export path {os.fspath(export)} — a Keras model is saved as .keras or .h5",
+            do="let its name end with .keras",
+        )
     return evaluation_evaluate.evaluation_request(
-        evaluate if callable(evaluate) else _scored(evaluate, model), best, patience, export
+        evaluate if callable(evaluate) else _scoring(evaluate, model), best, patience, export
     )
 
 
-def _scored(data: Any, model: Any) -> Callable[[], Any]:
+def _scoring(data: Any, model: Any) -> Callable[[], Any]:
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
 
     def score() -> Any:
@@ -45,9 +48,9 @@ def _scored(data: Any, model: Any) -> Callable[[], Any]:
 
 
 def scalars_of(logs: Mapping[str, Any]) -> dict[str, float]:
-    """What of Keras' metrics can be shown with a run: some, such as F1Score, have a number for each class."""
-    found = {}
+    """Return the metric results that are single numbers; some, such as F1Score, have one number per class."""
+    scalars = {}
     for name, value in logs.items():
         with contextlib.suppress(TypeError):
-            found[name] = to_float(value)
-    return found
+            scalars[name] = to_float(value)
+    return scalars

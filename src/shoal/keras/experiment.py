@@ -1,4 +1,4 @@
-"""Trains an experiment with Keras."""
+"""Training of an `Experiment` with Keras."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from shoal.worker.experiment import Experiment
 
 
 def train(experiment: Experiment, *, evaluates: bool) -> None:
-    """`model.fit` of a member; `evaluates` says that members evaluate for themselves at the end of every epoch."""
+    """Fit the experiment's model as a member; with `evaluates` each member evaluates at the end of every epoch."""
     run, model, evaluation = join(), experiment.model, experiment.evaluation
     score = partial(evaluation, model) if callable(evaluation) else None
-    wish: dict[str, Any] = {"best": experiment.best, "patience": experiment.patience, "export": experiment.export}
-    wish = wish if evaluation is not None else {}
-    elastic = Elastic(*experiment.callbacks, jit_compile=experiment.jit_compile, evaluate=score or evaluation, **wish)
-    scoring = [_Scoring(run, score)] if evaluates and score is not None else []
+    request: dict[str, Any] = {"best": experiment.best, "patience": experiment.patience, "export": experiment.export}
+    request = request if evaluation is not None else {}
+    elastic = Elastic(
+        *experiment.callbacks, jit_compile=experiment.jit_compile, evaluate=score or evaluation, **request
+    )
+    scoring = [_ScoreLogger(run, score)] if evaluates and score is not None else []
     model.fit(
-        _data(experiment),
+        _batches(experiment),
         epochs=experiment.epochs,
         callbacks=[elastic, *scoring],
         validation_data=evaluation if evaluates and score is None else None,
@@ -32,8 +34,8 @@ def train(experiment: Experiment, *, evaluates: bool) -> None:
         run.save(experiment.save, model)
 
 
-class _Scoring(keras.callbacks.Callback):  # type: ignore[misc]
-    """Shows with the run what a function finds at the end of an epoch."""
+class _ScoreLogger(keras.callbacks.Callback):  # type: ignore[misc]
+    """Callback that logs the scores of an evaluation function at the end of every epoch."""
 
     def __init__(self, run: Run, score: Callable[[], Any]) -> None:
         super().__init__()
@@ -43,9 +45,9 @@ class _Scoring(keras.callbacks.Callback):  # type: ignore[misc]
         self._run.log(**check_scores(self._score(), None))
 
 
-def _data(experiment: Experiment) -> Batches:
-    given = experiment.data
-    if isinstance(given, Batches):
-        return given
-    parts = given if isinstance(given, tuple) else (given,)
+def _batches(experiment: Experiment) -> Batches:
+    data = experiment.data
+    if isinstance(data, Batches):
+        return data
+    parts = data if isinstance(data, tuple) else (data,)
     return batches(*parts, size=experiment.size, seed=experiment.seed, **experiment.batching)

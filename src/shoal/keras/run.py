@@ -1,4 +1,4 @@
-"""This process's part in a run, as Keras sees it."""
+"""A Keras process's handle on its run, and the two ways into it: `model.fit` and a script's own loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import keras
 
 from shoal.core import sync_mode
 from shoal.errors import NotAttached, SecondTrainingLoop
-from shoal.keras.backends.base import KerasBackend, backend_of
+from shoal.keras.backends.base import KerasBackend, make_backend
 from shoal.keras.backends.optimizer_guard import OptimizerGuard
-from shoal.keras.data.batches import Batches, iterate_with
-from shoal.keras.evaluation import wish
+from shoal.keras.data.batches import Batches, set_loop
+from shoal.keras.evaluation import evaluation_request
 from shoal.keras.modes.every_step import KerasLoopTrainer, KerasTrainer
 from shoal.keras.modes.local_sgd import KerasLocalLoop, KerasLocalTrainer
 from shoal.keras.modes.served import AnyTrainer, KerasServedLoop, KerasServedTrainer
@@ -34,7 +34,7 @@ from shoal.worker.training.training_state import StateCodec
 
 
 class Run(BaseRun):
-    """One run a process; alone, if it was not started by `shoal run`."""
+    """The run of this process; a run of one, if the process was not started by `shoal run`."""
 
     def __init__(self, session: Session | ServedSession | StandaloneSession, name: str, directory: str) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class Run(BaseRun):
             directory,
             parameter_server_sharded_checkpoint.checkpoint_codec(session, StateCodec(capture, restore), self._load),
         )
-        # Whether what is a step to the run is a round of several global batches.
+        # Whether a step of the run is a round of several global batches.
         self.in_rounds = bool(sync_mode.parse(session.settings.sync).local)
         self._trainer: AnyTrainer | None = None
         self._backend: KerasBackend | None = None
@@ -51,13 +51,13 @@ class Run(BaseRun):
 
     @property
     def share(self) -> int:
-        """How many samples of the global batch, or of the round, this member has in this step."""
+        """This member's samples of the global batch, or of the round, in the current step."""
         current = self._trainer.current if self._trainer is not None else None
         return current.samples if current is not None else 0
 
     @property
     def is_writer(self) -> bool:
-        """Whether this member is the one that writes files; another one may be, later."""
+        """Whether this member is the one that writes files; the role may move to another member."""
         return self._session.is_writer
 
     def evaluate(
@@ -68,22 +68,22 @@ class Run(BaseRun):
         patience: int | None = None,
         export: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Let an evaluator score checkpoints beside the training: a function, or what `model.evaluate` is given.
+        """Let an evaluator score checkpoints during training, by a function or by data for `model.evaluate`.
 
         `best`, `patience` and `export` are as in `shoal.torch.Run.evaluate`.
         """
         self._evaluation = (evaluate, {"best": best, "patience": patience, "export": export})
 
     def log(self, **metrics: Any) -> None:
-        """Show these numbers with the run."""
+        """Record numbers to show in `shoal status`."""
         numbers = check_metrics(metrics)
         if self._trainer is not None:
             self._trainer.metrics.update(numbers)
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
-        """Write the model once, atomically, whichever member gets to do it.
+        """Write the model once, atomically; one member is chosen to do it.
 
-        From a machine that does not share your disk it comes back to the run's coordinator: `shoal fetch`.
+        From a machine that does not share your disk the file is sent to the run's coordinator: use `shoal fetch`.
         """
         path, trainer = os.fspath(path), self._trainer
         saved = model or (trainer.model if trainer is not None else None)
@@ -98,80 +98,85 @@ class Run(BaseRun):
 
         self._save_once(path, write, trainer is not None and trainer.looping)
 
-    # --- what callbacks and loops ask
+    # --- training loops
 
     def begin(self, model: Any, batches: Batches, epochs: int, jit: bool = False) -> AnyTrainer:
-        """Join the run with this model; returns when the first step of this member can be done."""
-        self._check_first("call model.fit once, with all its epochs")
-        model._symbolic_build(data_batch=batches.few())
+        """Join the run with the model of `fit`; return when this member's first step can be done."""
+        self._check_first_loop("call model.fit once, with all its epochs")
+        model._symbolic_build(data_batch=batches.example())
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         guard = OptimizerGuard(model.optimizer)
         try:
-            return self._begun(model, guard, batches, epochs, jit)
+            return self._begin_guarded(model, guard, batches, epochs, jit)
         except BaseException:
             guard.release()
             raise
 
-    def _begun(self, model: Any, guard: OptimizerGuard, batches: Batches, epochs: int, jit: bool) -> AnyTrainer:
-        backend, session = backend_of(model, guard, jit), self._session
+    def _begin_guarded(self, model: Any, guard: OptimizerGuard, batches: Batches, epochs: int, jit: bool) -> AnyTrainer:
+        backend, session = make_backend(model, guard, jit), self._session
         self._backend = backend
-        kind = self._kind(KerasTrainer, KerasLocalTrainer, KerasServedTrainer)
-        trainer: AnyTrainer = kind(session, self._training_state, backend)
-        feed, described = batches.feed(trainer, self._training_state, self._session.settings, epochs)
+        trainer_class = self._class_for_mode(KerasTrainer, KerasLocalTrainer, KerasServedTrainer)
+        trainer: AnyTrainer = trainer_class(session, self._training_state, backend)
+        feed, description = batches.make_feed(trainer, self._training_state, self._session.settings, epochs)
         self._trainer = trainer
-        self._follow_if_evaluator(model)
+        self._evaluate_if_evaluator(model)
         if isinstance(trainer, KerasTrainer):
-            # Now, because others would wait for it later.
-            trainer.rehearse(batches.few())
-        trainer.begin(feed, self._identity(model, model.optimizer, described), batches.seed)
-        batches.begin(trainer.coming, feed)
+            # Before joining: after it, all other members would wait.
+            trainer.warm_up(batches.example())
+        trainer.begin(feed, self._identity(model, model.optimizer, description), batches.seed)
+        batches.attach(trainer.next_micro_batch, feed)
         trainer.epoch_of = batches.epoch_of
         return trainer
 
     def loop(self, model: Any, guard: OptimizerGuard, batches: Batches) -> Iterator[Any]:
-        """The batches of a loop of the script's own, whose optimizer is guarded."""
-        self._check_first("make one loop over all epochs")
+        """Return the micro-batches of a script's own loop, whose optimizer is guarded."""
+        self._check_first_loop("make one loop over all epochs")
         if not model.built:
-            model(keras.tree.map_structure(keras.ops.convert_to_tensor, batches.few()[0]))
+            model(keras.tree.map_structure(keras.ops.convert_to_tensor, batches.example()[0]))
         if not guard.optimizer.built:
             guard.optimizer.build(model.trainable_variables)
-        backend, session = backend_of(model, guard), self._session
+        backend, session = make_backend(model, guard), self._session
         self._backend = backend
-        kind = self._kind(KerasLoopTrainer, KerasLocalLoop, KerasServedLoop)
-        trainer: KerasLoopTrainer | KerasServedLoop = kind(session, self._training_state, backend)
-        feed, described = batches.feed(trainer, self._training_state, self._session.settings, batches.epochs)
-        trainer.feed, guard.take, self._trainer = feed, trainer.take, trainer
-        iterate_with(None)  # batches that are made from now on are for somebody else
-        self._follow_if_evaluator(model)
-        return trainer.train(feed, self._identity(model, guard.optimizer, described), batches.seed)
+        trainer_class = self._class_for_mode(KerasLoopTrainer, KerasLocalLoop, KerasServedLoop)
+        trainer: KerasLoopTrainer | KerasServedLoop = trainer_class(session, self._training_state, backend)
+        feed, description = batches.make_feed(trainer, self._training_state, self._session.settings, batches.epochs)
+        trainer.feed, guard.on_apply, self._trainer = feed, trainer.on_apply, trainer
+        set_loop(None)  # batches created from now on belong to another loop
+        self._evaluate_if_evaluator(model)
+        return trainer.train(feed, self._identity(model, guard.optimizer, description), batches.seed)
 
-    def _check_first(self, do: str) -> None:
-        """A member that joins later must know which loop the run is in."""
+    def _check_first_loop(self, do: str) -> None:
+        """Raise SecondTrainingLoop if the run has a loop: a joining member could not know which one to enter."""
         if self._trainer is not None and self._trainer.feed is not None:
             raise SecondTrainingLoop("this run already has a training loop", do=do)
 
-    def _kind(self, of_steps: Any, of_rounds: Any, of_tickets: Any) -> Any:
-        """The loop for how closely members keep together."""
+    def _class_for_mode(self, every_step: Any, local_sgd: Any, served: Any) -> Any:
+        """Return the class for the run's sync mode."""
         if isinstance(self._session, ServedSession):
-            return of_tickets
-        return of_rounds if self.in_rounds else of_steps
+            return served
+        return local_sgd if self.in_rounds else every_step
 
-    def _follow_if_evaluator(self, model: Any) -> None:
-        """An evaluator does not train, and ends here."""
-        evaluate, asked = self._evaluation
-        wished = wish(evaluate, model, **asked)
+    def _evaluate_if_evaluator(self, model: Any) -> None:
+        """Check the evaluation request; an evaluator then scores checkpoints and never returns."""
+        evaluate, options = self._evaluation
+        request = evaluation_request(evaluate, model, **options)
         if isinstance(self._session, EvaluatorSession):
-            raise evaluation_evaluate.evaluate_checkpoints(self._session, self._training_state, wished, model.save)
+            raise evaluation_evaluate.evaluate_checkpoints(self._session, self._training_state, request, model.save)
 
     def _load(self, _parts: Mapping[str, Any], shards: parameter_server_sharded_checkpoint.Parts) -> None:
         assert self._backend is not None
         load(self._backend, shards)
 
-    def _identity(self, model: Any, optimizer: Any, described: dict[str, Any]) -> str:
+    def _identity(self, model: Any, optimizer: Any, description: dict[str, Any]) -> str:
+        """Return a text that must be the same on all members of a run."""
         variables = [f"{v.dtype!s}{list(v.shape)}" for v in model.variables]
-        kind = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
-        parts = {"variables": _hashed(variables), "optimizer": kind, "keras": keras.backend.backend()} | described
+        optimizer_name = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+        parts = {
+            "variables": _hash(variables),
+            "optimizer": optimizer_name,
+            "keras": keras.backend.backend(),
+        } | description
         return ";".join(f"{key}={value}" for key, value in parts.items())
 
 
@@ -179,7 +184,7 @@ _joined: Run | None = None
 
 
 def join() -> Run:
-    """This process's run: taken part in when it is first asked for; alone, if the process was started by hand."""
+    """Return this process's run, joining it on the first call; a run of one, if the process was started by hand."""
     global _joined
     if _joined is None:
         _joined = Run(*worker_join.join())
@@ -188,14 +193,14 @@ def join() -> Run:
 
 
 def elastic(optimizer: Any, model: Any, run: Run | None = None) -> Any:
-    """Make a loop of your own elastic: the optimizer applies what it is given once all members' gradients are in it.
+    """Make a loop of your own elastic: the returned optimizer applies gradients summed over all members.
 
     Iterate over `shoal.batches(…, epochs=…)`, and apply the optimizer once for each batch.
     """
     guard = OptimizerGuard(optimizer)
-    iterate_with(lambda batches: (run or join()).loop(model, guard, batches))
+    set_loop(lambda batches: (run or join()).loop(model, guard, batches))
     return optimizer
 
 
-def _hashed(lines: list[str]) -> str:
+def _hash(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]

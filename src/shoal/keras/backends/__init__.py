@@ -1,1 +1,4 @@
-"""Keras on TensorFlow and on PyTorch."""
+"""Keras' backends: how gradients are computed and applied, and how variables are read, on TensorFlow and on PyTorch.
+
+May import: worker, core, errors, and the other modules of this folder.
+"""

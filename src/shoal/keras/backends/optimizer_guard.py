@@ -1,4 +1,10 @@
-"""An optimizer whose `apply` asks the run first; in everything else it stays what it is."""
+"""Guard of an optimizer: intercepts its `apply`, so that gradients are summed over the members first.
+
+Only the attribute `apply` of the one instance is replaced, so the optimizer's class, name and configuration stay the
+same. A call of `apply` ends in one of three ways: inside `capturing` the gradients are recorded and nothing is applied
+(`model.fit`); with `on_apply` set they are passed to it (a script's own loop); otherwise the call is an error, because
+gradients applied to one member alone would make it differ from all others.
+"""
 
 from __future__ import annotations
 
@@ -10,80 +16,77 @@ from shoal.errors import UnusableModel
 
 
 class ApplyCall(NamedTuple):
-    """What an optimizer was asked to apply."""
+    """Arguments of one call of `optimizer.apply`."""
 
     gradients: list[Any]
     variables: list[Any] | None
 
 
-Take = Callable[[list[Any], list[Any] | None], None]
+OnApply = Callable[[list[Any], list[Any] | None], None]
 
 
 class OptimizerGuard:
-    """Takes the gradients that an optimizer is asked to apply: they have to be summed over the members first.
-
-    `take` is given them as they come, in a loop of the script's own; otherwise those of one train step are kept.
-    """
+    """Intercepts `optimizer.apply` until it is released; `on_apply` handles the calls of a script's own loop."""
 
     def __init__(self, optimizer: Any) -> None:
         if "apply" in vars(optimizer):
             raise UnusableModel(
-                f"the {type(optimizer).__name__} optimizer is wrapped by something else",
-                why="its apply was replaced, so that its gradients would be summed twice, or not at all",
+                f"the {type(optimizer).__name__} optimizer is already wrapped",
+                why="its apply method was replaced, so its gradients would be summed twice, or not at all",
                 do="compile the model with a plain Keras optimizer",
             )
         self.optimizer = optimizer
-        self.take: Take | None = None
-        self._real: Callable[..., Any] = optimizer.apply
-        self._asked: list[ApplyCall] | None = None
-        # On the instance, so that the class, its name and its configuration stay as they are.
-        object.__setattr__(optimizer, "apply", self._apply)
+        self.on_apply: OnApply | None = None
+        self._original_apply: Callable[..., Any] = optimizer.apply
+        self._captured: list[ApplyCall] | None = None
+        # On the instance, so that the class, its name and its configuration stay the same.
+        object.__setattr__(optimizer, "apply", self._intercept)
 
     def release(self) -> None:
-        """Let the optimizer be as it was."""
-        if self.optimizer.__dict__.get("apply") == self._apply:
+        """Restore the optimizer's own `apply`."""
+        if self.optimizer.__dict__.get("apply") == self._intercept:
             object.__delattr__(self.optimizer, "apply")
 
     @contextmanager
-    def keeping(self) -> Iterator[list[ApplyCall]]:
-        """Inside, what the optimizer is asked for is kept; gives the one thing that it was asked for."""
-        kept: list[ApplyCall] = []
-        self._asked = kept
+    def capturing(self) -> Iterator[list[ApplyCall]]:
+        """Record the calls of `apply` instead of executing them; yield the list, which gets one call at most."""
+        captured: list[ApplyCall] = []
+        self._captured = captured
         try:
-            yield kept
+            yield captured
         finally:
-            self._asked = None
+            self._captured = None
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
-        """Really apply them."""
-        self._real(list(gradients), None if variables is None else list(variables))
+        """Call the optimizer's own `apply`."""
+        self._original_apply(list(gradients), None if variables is None else list(variables))
 
-    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def _intercept(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         gradients, variables = list(grads), None if trainable_variables is None else list(trainable_variables)
-        if self._asked is None:
-            if self.take is None:
+        if self._captured is None:
+            if self.on_apply is None:
                 raise UnusableModel(
-                    "the optimizer was used outside the loop of the run",
-                    why="its gradients are to be summed over the members, step by step",
+                    "the optimizer was applied outside the training loop of the run",
+                    why="its gradients must be summed over the members in every step",
                     do="train with model.fit and shoal.Elastic, or iterate over shoal.batches",
                 )
-            self.take(gradients, variables)
+            self.on_apply(gradients, variables)
             return
-        if self._asked:
+        if self._captured:
             raise UnusableModel(
                 "train_step applies its optimizer twice",
-                why="all that one step computes is summed over the members at once, when it is complete",
+                why="the gradients of a step are summed over the members once, when the step is complete",
                 do="add the losses, and apply their gradients once",
             )
-        self._asked.append(ApplyCall(gradients, variables))
+        self._captured.append(ApplyCall(gradients, variables))
 
 
-def only(kept: list[ApplyCall]) -> ApplyCall:
-    """The one thing that a train step asked of its optimizer."""
-    if not kept:
+def single_apply_call(captured: list[ApplyCall]) -> ApplyCall:
+    """Return the call of `apply` that a train step made; raise UnusableModel if it made none."""
+    if not captured:
         raise UnusableModel(
             "train_step does not apply its optimizer",
             why="without gradients there is nothing to sum",
             do="call self.optimizer.apply_gradients in train_step",
         )
-    return kept[0]
+    return captured[0]

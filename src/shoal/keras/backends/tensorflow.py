@@ -1,4 +1,8 @@
-"""Keras on TensorFlow: one function computes gradients, another applies them; what is between them is NumPy."""
+"""Keras on TensorFlow: one traced function computes gradients, another applies them; NumPy lies between them.
+
+The first function is traced once, with an open number of samples, because the size of a share changes from step to
+step. With `jit` XLA compiles it for each size that occurs.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
-from shoal.keras.backends.base import Arrays, Given, KerasBackend, Logs, TrainStepResult
-from shoal.keras.backends.optimizer_guard import OptimizerGuard, only
+from shoal.keras.backends.base import Arrays, KerasBackend, Logs, SumGradients, TrainStepResult
+from shoal.keras.backends.optimizer_guard import OptimizerGuard, single_apply_call
 
 
 class TensorFlowBackend(KerasBackend):
-    """Traced once: the number of samples of a batch is left open."""
+    """Backend that traces the model's train step; `traces` counts how often, for tests."""
 
     def __init__(self, model: Any, guard: OptimizerGuard, jit: bool) -> None:
         super().__init__(model, guard)
@@ -26,72 +30,69 @@ class TensorFlowBackend(KerasBackend):
                 why="it would sum gradients a second time",
                 do="build and compile the model outside strategy.scope()",
             )
-        self._computing: Callable[[Any], tuple[Any, ...]] | None = None
-        self._applying: Callable[..., Logs] | None = None
-        self._results: Callable[[], Logs] = model.get_metrics_result
+        self._compute_function: Callable[[Any], tuple[Any, ...]] | None = None
+        self._apply_function: Callable[..., Logs] | None = None
+        self._metric_results: Callable[[], Logs] = model.get_metrics_result
         self._jit = jit
         self.traces = 0
         if not model.run_eagerly:
-            self._results = tf.function(model.get_metrics_result)
+            self._metric_results = tf.function(model.get_metrics_result)
 
     @property
     def compiles(self) -> bool:
-        # XLA compiles for one number of samples, which is not the one that comes.
+        # XLA compiles for one number of samples, and the warm-up step has another one than the steps that follow.
         return not self.model.run_eagerly and not self._jit
 
     def compute(self, batch: Any) -> TrainStepResult:
         batch = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
-        if self._computing is None:
-            self._computing = self._compute if self.model.run_eagerly else self._traced(batch)
-        logs, *found = self._computing(batch)
-        gradients, statistics, before, after = ([np.asarray(one) for one in some] for some in found)
-        return TrainStepResult(logs, gradients, statistics, before, after)
+        if self._compute_function is None:
+            self._compute_function = self._compute if self.model.run_eagerly else self._traced(batch)
+        logs, *tensor_lists = self._compute_function(batch)
+        return TrainStepResult(logs, *([np.asarray(tensor) for tensor in tensors] for tensors in tensor_lists))
 
-    def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
-        places = [place for place, one in enumerate(gradients) if one is not None]
-        dense = [tf.convert_to_tensor(gradients[place]) for place in places]
+    def sum_and_apply(self, sum_gradients: SumGradients, gradients: list[Any], variables: list[Any] | None) -> None:
+        indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        dense = [tf.convert_to_tensor(gradients[index]) for index in indices]
 
-        def apply(summed: Sequence[Any]) -> None:
-            whole: list[Any] = [None] * len(gradients)
-            for place, one in zip(places, summed, strict=True):
-                whole[place] = one
-            self._guard.apply(whole, variables)
+        def apply(sums: Sequence[Any]) -> None:
+            self._guard.apply(_with_gaps(len(gradients), indices, sums), variables)
 
         if tf.executing_eagerly():
-            found = given([np.asarray(one) for one in dense])
-            if found is not None:
-                apply([_tensor(one) for one in found])
+            sums = sum_gradients([np.asarray(gradient) for gradient in dense])
+            if sums is not None:
+                apply([_tensor(array) for array in sums])
             return
 
-        def ask(*eager: Any) -> list[Any]:
-            found = given([np.asarray(one) for one in eager])
-            return [found is not None, *(eager if found is None else map(_tensor, found))]
+        # Inside the script's own tf.function: leave the graph for the sums, and apply them only if there are any.
+        def sum_eagerly(*eager: Any) -> list[Any]:
+            sums = sum_gradients([np.asarray(gradient) for gradient in eager])
+            return [sums is not None, *(eager if sums is None else map(_tensor, sums))]
 
-        allowed, *summed = tf.py_function(ask, dense, [tf.bool, *(one.dtype for one in dense)])
-        shaped = [tf.ensure_shape(one, like.shape) for one, like in zip(summed, dense, strict=True)]
-        tf.cond(allowed, lambda: apply(shaped), lambda: None)
+        complete, *summed = tf.py_function(sum_eagerly, dense, [tf.bool, *(gradient.dtype for gradient in dense)])
+        shaped = [tf.ensure_shape(array, like.shape) for array, like in zip(summed, dense, strict=True)]
+        tf.cond(complete, lambda: apply(shaped), lambda: None)
 
-    def apply(self, gradients: Arrays, statistics: Arrays, meters: Arrays) -> Logs:
-        if self._applying is None:
-            self._applying = (
-                self._change if self.model.run_eagerly else tf.function(self._change, jit_compile=self._jit)
+    def apply(self, gradients: Arrays, statistics: Arrays, metrics: Arrays) -> Logs:
+        if self._apply_function is None:
+            self._apply_function = (
+                self._apply if self.model.run_eagerly else tf.function(self._apply, jit_compile=self._jit)
             )
-        held = [[tf.constant(one) for one in some] for some in (statistics, meters)]
-        return dict(self._applying([_tensor(one) for one in gradients], *held))
+        constants = [[tf.constant(array) for array in arrays] for arrays in (statistics, metrics)]
+        return dict(self._apply_function([_tensor(gradient) for gradient in gradients], *constants))
 
-    def applier(self, optimizer: Any, variables: list[Any]) -> Callable[[Arrays], None]:
+    def make_applier(self, optimizer: Any, variables: list[Any]) -> Callable[[Arrays], None]:
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def apply(gradients: list[Any]) -> None:
             optimizer.apply(gradients, variables)
 
-        applying = apply if self.model.run_eagerly else tf.function(apply)
-        return lambda gradients: applying([tf.convert_to_tensor(one) for one in gradients])
+        function = apply if self.model.run_eagerly else tf.function(apply)
+        return lambda gradients: function([tf.convert_to_tensor(gradient) for gradient in gradients])
 
     def read(self, variable: Any) -> NDArray[Any]:
         return np.asarray(variable.value.read_value() if hasattr(variable.value, "read_value") else variable.value)
 
-    def results(self) -> Logs:
-        return dict(self._results())
+    def metric_results(self) -> Logs:
+        return dict(self._metric_results())
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError | tf.errors.ResourceExhaustedError)
@@ -104,27 +105,35 @@ class TensorFlowBackend(KerasBackend):
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _compute(self, batch: Any) -> tuple[Any, ...]:
         self.traces += 1
-        before = [tf.identity(one.value) for one in self.meters]
-        with self._guard.keeping() as kept:
+        metrics_before = [tf.identity(variable.value) for variable in self.metric_variables]
+        with self._guard.capturing() as captured:
             logs = self.model.train_step(batch)
-        asked = only(kept)
-        self._places = [place for place, one in enumerate(asked.gradients) if one is not None]
-        self._variables = asked.variables
-        # Those of embeddings are sparse.
-        gradients = [tf.convert_to_tensor(asked.gradients[place]) for place in self._places]
-        statistics, after = ([tf.identity(v.value) for v in some] for some in (self.statistics, self.meters))
-        return logs, gradients, statistics, before, after
+        call = single_apply_call(captured)
+        self._gradient_indices = [index for index, gradient in enumerate(call.gradients) if gradient is not None]
+        self._applied_variables = call.variables
+        # Converted, because the gradients of embeddings are sparse.
+        gradients = [tf.convert_to_tensor(call.gradients[index]) for index in self._gradient_indices]
+        statistics, metrics_after = (
+            [tf.identity(variable.value) for variable in group] for group in (self.statistics, self.metric_variables)
+        )
+        return logs, gradients, statistics, metrics_before, metrics_after
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def _change(self, gradients: list[Any], statistics: list[Any], meters: list[Any]) -> Logs:
-        whole: list[Any] = [None] * len(self._variables or self.model.trainable_variables)
-        for place, one in zip(self._places, gradients, strict=True):
-            whole[place] = one
-        self._guard.apply(whole, self._variables)
-        for variable, value in zip((*self.statistics, *self.meters), (*statistics, *meters), strict=True):
+    def _apply(self, gradients: list[Any], statistics: list[Any], metrics: list[Any]) -> Logs:
+        count = len(self._applied_variables or self.model.trainable_variables)
+        self._guard.apply(_with_gaps(count, self._gradient_indices, gradients), self._applied_variables)
+        for variable, value in zip((*self.statistics, *self.metric_variables), (*statistics, *metrics), strict=True):
             variable.assign(value)
-        found: Logs = self.model.get_metrics_result()
-        return found
+        logs: Logs = self.model.get_metrics_result()
+        return logs
+
+
+def _with_gaps(count: int, indices: Sequence[int], gradients: Sequence[Any]) -> list[Any]:
+    """Return a list of `count` gradients, with None for variables that have none."""
+    with_gaps: list[Any] = [None] * count
+    for index, gradient in zip(indices, gradients, strict=True):
+        with_gaps[index] = gradient
+    return with_gaps
 
 
 def _open_spec(leaf: Any) -> Any:
@@ -132,5 +141,5 @@ def _open_spec(leaf: Any) -> Any:
 
 
 def _tensor(array: NDArray[Any]) -> Any:
-    """A tensor over the same memory: it is used up before that changes."""
+    """Return a tensor over the same memory; it must be used up before that memory changes."""
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

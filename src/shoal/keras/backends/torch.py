@@ -1,4 +1,4 @@
-"""Keras on PyTorch."""
+"""Keras on PyTorch: `train_step` runs eagerly, as it is."""
 
 from __future__ import annotations
 
@@ -9,73 +9,77 @@ import keras
 import torch
 from numpy.typing import NDArray
 
-from shoal.keras.backends.base import Arrays, Given, KerasBackend, Logs, TrainStepResult
-from shoal.keras.backends.optimizer_guard import only
+from shoal.keras.backends.base import Arrays, KerasBackend, Logs, SumGradients, TrainStepResult
+from shoal.keras.backends.optimizer_guard import single_apply_call
 from shoal.worker.training.loop import mentions_out_of_memory
 
 
 class TorchBackend(KerasBackend):
-    """Runs the model's train_step as it is."""
+    """Backend whose variables are PyTorch tensors, on any device; their gradients are copied to the CPU."""
 
     def seed(self, seed: int) -> None:
         super().seed(seed)
-        # Dropout without a seed of its own draws from here.
+        # Dropout without a seed of its own draws from this generator.
         torch.default_generator.manual_seed(seed)
 
     def compute(self, batch: Any) -> TrainStepResult:
         batch = keras.tree.map_structure(
             lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch
         )
-        before = [self.read(one).copy() for one in self.meters]
-        with self._guard.keeping() as kept:
+        metrics_before = [self.read(variable).copy() for variable in self.metric_variables]
+        with self._guard.capturing() as captured:
             logs = self.model.train_step(batch)
-        asked = only(kept)
-        gradients = self._noted(asked.gradients, asked.variables)
-        statistics, after = ([self.read(v) for v in some] for some in (self.statistics, self.meters))
-        return TrainStepResult(logs, gradients, statistics, before, after)
+        call = single_apply_call(captured)
+        gradients = self._to_arrays(call.gradients, call.variables)
+        statistics, metrics_after = (
+            [self.read(variable) for variable in group] for group in (self.statistics, self.metric_variables)
+        )
+        return TrainStepResult(logs, gradients, statistics, metrics_before, metrics_after)
 
-    def take(self, given: Given, gradients: list[Any], variables: list[Any] | None) -> None:
-        found = given(self._noted(gradients, variables))
-        if found is not None:
-            self._change(found)
+    def sum_and_apply(self, sum_gradients: SumGradients, gradients: list[Any], variables: list[Any] | None) -> None:
+        sums = sum_gradients(self._to_arrays(gradients, variables))
+        if sums is not None:
+            self._apply_gradients(sums)
 
-    def _noted(self, gradients: list[Any], variables: list[Any] | None) -> list[NDArray[Any]]:
-        self._places = [place for place, one in enumerate(gradients) if one is not None]
-        self._variables = variables
-        return [gradients[place].detach().cpu().numpy() for place in self._places]
+    def _to_arrays(self, gradients: list[Any], variables: list[Any] | None) -> list[NDArray[Any]]:
+        """Return the gradients that exist, and remember which variables they belong to."""
+        self._gradient_indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        self._applied_variables = variables
+        return [gradients[index].detach().cpu().numpy() for index in self._gradient_indices]
 
-    def apply(self, gradients: Arrays, statistics: Arrays, meters: Arrays) -> Logs:
-        self._change(gradients)
-        for variable, value in zip((*self.statistics, *self.meters), (*statistics, *meters), strict=True):
+    def apply(self, gradients: Arrays, statistics: Arrays, metrics: Arrays) -> Logs:
+        self._apply_gradients(gradients)
+        for variable, value in zip((*self.statistics, *self.metric_variables), (*statistics, *metrics), strict=True):
             variable.assign(value)
-        return self.results()
+        return self.metric_results()
 
-    def _change(self, gradients: Arrays) -> None:
-        whole: list[Any] = [None] * len(self._variables or self.model.trainable_variables)
-        variables = self._variables or self.model.trainable_variables
-        for place, one in zip(self._places, gradients, strict=True):
-            value = variables[place].value
-            whole[place] = torch.from_numpy(one).to(device=value.device, dtype=value.dtype)
+    def _apply_gradients(self, gradients: Arrays) -> None:
+        variables = self._applied_variables or self.model.trainable_variables
+        with_gaps: list[Any] = [None] * len(variables)
+        for index, gradient in zip(self._gradient_indices, gradients, strict=True):
+            with_gaps[index] = _like(variables[index], gradient)
         with torch.no_grad():
-            self._guard.apply(whole, self._variables)
+            self._guard.apply(with_gaps, self._applied_variables)
 
-    def applier(self, optimizer: Any, variables: list[Any]) -> Callable[[Arrays], None]:
+    def make_applier(self, optimizer: Any, variables: list[Any]) -> Callable[[Arrays], None]:
         def apply(gradients: Arrays) -> None:
-            tensors = [
-                torch.from_numpy(one).to(device=v.value.device, dtype=v.value.dtype)
-                for one, v in zip(gradients, variables, strict=True)
-            ]
+            tensors = [_like(variable, gradient) for variable, gradient in zip(variables, gradients, strict=True)]
             with torch.no_grad():
                 optimizer.apply(tensors, variables)
 
         return apply
 
     def read(self, variable: Any) -> NDArray[Any]:
-        found: NDArray[Any] = variable.value.detach().cpu().numpy()
-        return found
+        value: NDArray[Any] = variable.value.detach().cpu().numpy()
+        return value
 
-    def results(self) -> Logs:
+    def metric_results(self) -> Logs:
         return dict(self.model.get_metrics_result())
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError) or mentions_out_of_memory(error)
+
+
+def _like(variable: Any, gradient: NDArray[Any]) -> torch.Tensor:
+    """Return a gradient on the device and with the type of its variable."""
+    return torch.from_numpy(gradient).to(device=variable.value.device, dtype=variable.value.dtype)

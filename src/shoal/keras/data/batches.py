@@ -1,4 +1,18 @@
-"""The data of a run as `model.fit` takes it: this member's share of every global batch."""
+"""Data of a run for `model.fit`: an iterable of this member's share of every global batch.
+
+Keras accepts data adapters of its own class, and asks `Batches`, which is one, for an iterator. Three phases follow:
+
+- Before the run is joined, the iterator yields one example batch, with which Keras builds the model.
+- `attach` connects it to the training loop; then it yields the micro-batches that the loop says come next, and stops
+  where an epoch ends. The batches themselves are not used by the train function: the iterator only paces Keras.
+- Under a script's own loop (`shoal.elastic`), iterating joins the run and yields the batches to train on.
+
+Keras' epochs and the run's steps are mapped by `epoch_of`: by `steps_per_epoch`, by the last steps of the epochs if
+they have unequal lengths (`epoch_ends`), or else by the cursor of the feed.
+
+Keras does not tell callbacks which data `fit` was called with. Batches therefore note in a thread-local variable that
+they were passed to `fit`, and the Elastic callback reads it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +34,7 @@ from shoal.errors import NotAttached, UnusableData, UnusableModel
 from shoal.keras.backends.base import check_backend
 from shoal.keras.data.arrays import SampleSource, SourceFetcher, SourceWithReaders, is_tf_dataset, source_of
 from shoal.keras.data.read_ahead import ReadAheadConfig
-from shoal.keras.fit.fit_arguments import asked_of, check_use
+from shoal.keras.fit.fit_arguments import check_use, checked_fit_arguments
 from shoal.keras.modes.local_sgd import KerasLocalTrainer
 from shoal.keras.modes.served import AnyTrainer
 from shoal.worker.data.auto_batch_feed import LOOK_EVERY, AutoFeed
@@ -30,116 +44,117 @@ from shoal.worker.data.round_feed import FIRST_ROUNDS, BatchLoader, RoundFeed
 from shoal.worker.data.share_loader import ShareLoader
 from shoal.worker.training.training_state import TrainingState
 
-SHARDS = 16
-# More steps than an epoch can have: Keras goes on until we say that it is over.
+DEFAULT_SHARDS = 16
+# More steps than an epoch can have: Keras then iterates until the data ends.
 UNLIMITED = 1 << 31
 
-Coming = Callable[[], tuple[int, Any] | None]
-_fitting = threading.local()
+NextMicroBatch = Callable[[], tuple[int, Any] | None]
+_thread = threading.local()
 
 
 class Batches(DataAdapter, ABC):  # type: ignore[misc]
-    """What `shoal.batches` gives. Before the run begins it gives Keras a few samples to build the model with."""
+    """Data returned by `shoal.batches`; see the module for its phases."""
 
     def __init__(
         self, size: int, seed: int, shares: str | None, shuffle: bool, class_weight: Mapping[int, float] | None
     ) -> None:
         self.size, self.seed, self.shares = size, seed, shares
         self.shuffle = shuffle
-        self._classes = class_weight
+        self._class_weight = class_weight
         self.epochs = 1
-        # Who iterates over it, if it is not Keras: the loop of an elastic optimizer.
-        self.loop: Callable[[Batches], Iterator[Any]] | None = getattr(_fitting, "loop", None)
+        # The loop of an elastic optimizer, which iterates in place of Keras.
+        self.loop: Callable[[Batches], Iterator[Any]] | None = getattr(_thread, "loop", None)
         self._feed: Feed | None = None
-        # Steps of one of Keras' epochs; none if that has to be found out, or if `ends` says where each of them ends.
-        self.length: int | None = None
-        self.ends: tuple[int, ...] = ()
-        self.coming: Coming | None = None
-        # Which of its epochs Keras is in.
-        self.now = 0
+        # Steps of one of Keras' epochs; None if unknown, or if `epoch_ends` holds where each epoch ends.
+        self.steps_per_epoch: int | None = None
+        self.epoch_ends: tuple[int, ...] = ()
+        self._next_micro_batch: NextMicroBatch | None = None
+        # The epoch that Keras is in.
+        self.current_epoch = 0
 
-    # --- what a run asks
-
-    @abstractmethod
-    def few(self) -> Any:
-        """A few samples, to build the model with."""
+    # --- called by the run
 
     @abstractmethod
-    def feed(
+    def example(self) -> Any:
+        """Return a batch of a few samples, to build the model with."""
+
+    @abstractmethod
+    def make_feed(
         self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int
     ) -> tuple[Feed, dict[str, Any]]:
-        """What feeds a run of so many of Keras' epochs, and what members must agree on to share it."""
+        """Return the feed for this many of Keras' epochs, and a description that must be the same on all members."""
 
     def epoch_of(self, step: int) -> int:
-        """Which of Keras' epochs a step belongs to."""
+        """Return the epoch of Keras that a step belongs to."""
         assert self._feed is not None
-        if self.ends:
-            return bisect_right(self.ends, step)
-        return step // self.length if self.length else self._feed.cursor(step).epoch
+        if self.epoch_ends:
+            return bisect_right(self.epoch_ends, step)
+        return step // self.steps_per_epoch if self.steps_per_epoch else self._feed.cursor(step).epoch
 
     def epoch_before(self, step: int) -> int:
-        """Which of Keras' epochs the step before this one, which comes next, belongs to."""
+        """Return the epoch of Keras that the step before `step` belongs to."""
         assert self._feed is not None
-        if self.length or self.ends:
+        if self.steps_per_epoch or self.epoch_ends:
             return self.epoch_of(max(0, step - 1))
         cursor = self._feed.cursor(step)
         return max(0, cursor.epoch - 1) if cursor.index == 0 else cursor.epoch
 
-    # --- what Keras asks
+    def in_current_epoch(self, step: int) -> bool:
+        """Return whether a step belongs to the epoch that Keras is in, or to an earlier one."""
+        return self.epoch_of(step) <= self.current_epoch
+
+    def attach(self, next_micro_batch: NextMicroBatch, feed: Feed) -> None:
+        """Connect to a training loop: from now on, yield the micro-batches that it says come next."""
+        self._next_micro_batch, self._feed = next_micro_batch, feed
+
+    # --- called by Keras
 
     def __iter__(self) -> Iterator[Any]:
-        if self.coming is None and self.loop is not None:
+        if self._next_micro_batch is None and self.loop is not None:
             yield from self.loop(self)
             return
-        if self.coming is None and passed_to_fit() is not self:
+        if self._next_micro_batch is None and passed_to_fit() is not self:
             raise NotAttached(
-                "nobody trains with these batches",
-                do="call shoal.elastic(optimizer, model) before shoal.batches, or pass them to model.fit",
+                "shoal.batches is not attached to a training loop",
+                do="call shoal.elastic(optimizer, model) before shoal.batches, or pass the batches to model.fit",
             )
-        if self.coming is None:
-            yield self.few()
+        if self._next_micro_batch is None:
+            yield self.example()
             return
-        while (found := self.coming()) is not None and self.in_epoch(found[0]):
-            yield found[1]
-
-    def in_epoch(self, step: int) -> bool:
-        """Whether a step belongs to Keras' epoch, or to one that Keras has ended already."""
-        return self.epoch_of(step) <= self.now
-
-    def begin(self, coming: Coming, feed: Feed) -> None:
-        """From now on, give out what the run says comes next."""
-        self.coming, self._feed = coming, feed
+        while (coming := self._next_micro_batch()) is not None and self.in_current_epoch(coming[0]):
+            yield coming[1]
 
     def get_tf_dataset(self) -> Any:
-        return self._passed_to_fit()
+        return self._note_passed_to_fit()
 
     def get_torch_dataloader(self) -> Any:
-        return self._passed_to_fit()
+        return self._note_passed_to_fit()
 
     def get_numpy_iterator(self) -> Any:
-        return self._passed_to_fit()
+        return self._note_passed_to_fit()
 
     def on_epoch_end(self) -> None:
-        # Said before callbacks hear anything; Keras does not look at the data first if the model is built already.
-        self._passed_to_fit()
+        # Keras calls this before any callback, and calls nothing else before them if the model is already built.
+        self._note_passed_to_fit()
 
-    def _passed_to_fit(self) -> Batches:
+    def _note_passed_to_fit(self) -> Batches:
         check_use(self)
-        if self.coming is None and (classes := asked_of(self).get("class_weight")) is not None:
-            if self._classes not in (None, classes):
-                raise UnusableData("class_weight was passed to model.fit and to shoal.batches", do="pass it to one")
-            self._classes = classes
-        # Keras tells callbacks nothing of the data that it is about to fit a model to.
-        _fitting.batches = self
+        if self._next_micro_batch is None:
+            class_weight = checked_fit_arguments(self).get("class_weight")
+            if class_weight is not None:
+                if self._class_weight not in (None, class_weight):
+                    raise UnusableData("class_weight was passed to model.fit and to shoal.batches", do="pass it to one")
+                self._class_weight = class_weight
+        _thread.batches = self
         return self
 
     @property
     def _variant_tensor(self) -> Any:
-        """Asked for by a tf.distribute strategy that wants to distribute the data itself."""
+        """Raises: only a tf.distribute strategy that wants to distribute the data itself reads it."""
         raise UnusableModel(
-            "the model was made in the scope of a tf.distribute strategy",
+            "the model was created in the scope of a tf.distribute strategy",
             why="it would sum gradients a second time",
-            do="make and compile the model outside strategy.scope()",
+            do="create and compile the model outside strategy.scope()",
         )
 
     @property
@@ -160,7 +175,7 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
 
 
 class IndexedBatches(Batches):
-    """Batches of samples that can be taken out in any order."""
+    """Batches of samples that can be read in any order."""
 
     def __init__(
         self,
@@ -173,83 +188,87 @@ class IndexedBatches(Batches):
         last: Literal["keep", "drop"],
         micro: int | None,
         class_weight: Mapping[int, float] | None,
-        reading: ReadAheadConfig,
+        read_ahead: ReadAheadConfig,
     ) -> None:
         super().__init__(size, seed, shares, shuffle, class_weight)
-        self._source, self._micro, self._reading = source, micro, reading
-        self._how: dict[str, Any] = {"seed": seed, "last": last, "shuffle": shuffle and source.shuffled}
+        self._source, self._micro, self._read_ahead = source, micro, read_ahead
+        self._order_options: dict[str, Any] = {"seed": seed, "last": last, "shuffle": shuffle and source.shuffled}
 
-    def few(self) -> Any:
-        order = SampleOrder(samples=len(self._source), size=min(2, len(self._source)), epochs=1, **self._how)
-        fetcher = SourceFetcher(self._source, order, self._classes)
+    def example(self) -> Any:
+        samples = len(self._source)
+        order = SampleOrder(samples=samples, size=min(2, samples), epochs=1, **self._order_options)
+        fetcher = SourceFetcher(self._source, order, self._class_weight)
         with fetcher.generators.preserved():
-            found = fetcher.read(ReadKey(0, 0, order.size, None), always)
-        assert found is not None
-        return found[0]
+            batches = fetcher.read(ReadKey(0, 0, order.size, None), always)
+        assert batches is not None
+        return batches[0]
 
-    def feed(
+    def make_feed(
         self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int
     ) -> tuple[Feed, dict[str, Any]]:
-        wished = resolve_batch(settings.batch, self.size, len(self._source))
+        batch = resolve_batch(settings.batch, self.size, len(self._source))
         if isinstance(loop, KerasLocalTrainer):
-            if wished.bounds is not None:
+            if batch.bounds is not None:
                 loop.refuse("batch=auto", "pass a number, or train with --sync step")
-            return self._rounds(loop.length, wished.size, training_state, settings, epochs)
-        order = SampleOrder(samples=len(self._source), size=wished.size, epochs=epochs, **self._how)
-        if wished.bounds is not None and self.length is not None:
-            raise UnusableData("steps_per_epoch has no meaning with batch=auto", do="leave it out, or pass a batch")
-        if self.length is None and wished.bounds is None:
-            self.length = order.steps_per_epoch
-        elif self.length is not None:
-            needed = math.ceil(epochs * self.length / order.steps_per_epoch)
-            how = self._how | {"epochs": max(1, needed), "limit": epochs * self.length}
-            order = SampleOrder(samples=len(self._source), size=wished.size, **how)
-        balance = make_balancer(settings, self.shares, ahead=self._reading.depth)
-        balance.settings.check(wished.size)
-        training_state.parts["shares"] = balance
-        fetcher = SourceFetcher(self._source, order, self._classes)
-        loader = ShareLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)
-        described = {"samples": order.samples, "size": order.size, "epochs": epochs} | self._how
-        if wished.bounds is None:
-            return IndexedFeed(order, loader, balance), described
-        auto = AutoBatch(order.size, wished.bounds, loop.law(settings.lr_scaling), ahead=max(1, balance.ahead))
-        loop.auto = auto
+            return self._make_round_feed(loop.round_length, batch.size, training_state, settings, epochs)
+        order = SampleOrder(samples=len(self._source), size=batch.size, epochs=epochs, **self._order_options)
+        if batch.bounds is not None and self.steps_per_epoch is not None:
+            raise UnusableData(
+                "steps_per_epoch cannot be used with batch=auto", do="leave it out, or pass a number as batch"
+            )
+        if self.steps_per_epoch is None and batch.bounds is None:
+            self.steps_per_epoch = order.steps_per_epoch
+        elif self.steps_per_epoch is not None:
+            limit = epochs * self.steps_per_epoch
+            passes = math.ceil(limit / order.steps_per_epoch)
+            options = self._order_options | {"epochs": max(1, passes), "limit": limit}
+            order = SampleOrder(samples=len(self._source), size=batch.size, **options)
+        balancer = make_balancer(settings, self.shares, ahead=self._read_ahead.depth)
+        balancer.settings.check(batch.size)
+        training_state.parts["shares"] = balancer
+        fetcher = SourceFetcher(self._source, order, self._class_weight)
+        loader = ShareLoader(order, fetcher, self._read_ahead.start(fetcher), self._micro)
+        description = {"samples": order.samples, "size": order.size, "epochs": epochs} | self._order_options
+        if batch.bounds is None:
+            return IndexedFeed(order, loader, balancer), description
+        scaling = loop.lr_scaling(settings.lr_scaling)
+        loop.auto = auto = AutoBatch(order.size, batch.bounds, scaling, ahead=max(1, balancer.ahead))
         loop.noise_sampler.every_steps = min(settings.noise_every_steps or LOOK_EVERY, LOOK_EVERY)
-        training_state.parts["batch"] = feed = AutoFeed(order, loader, balance, auto, loop.noise_sampler.noise)
-        return feed, described
+        training_state.parts["batch"] = feed = AutoFeed(order, loader, balancer, auto, loop.noise_sampler.noise)
+        return feed, description
 
-    def _rounds(
+    def _make_round_feed(
         self, length: int, size: int, training_state: TrainingState, settings: Any, epochs: int
     ) -> tuple[Feed, dict[str, Any]]:
-        """Rounds of so many global batches; `steps_per_epoch` counts those."""
-        samples, every = len(self._source), self.length
-        plain = SampleOrder(samples=samples, size=size, epochs=1, **self._how)
-        needed = max(1, math.ceil(epochs * every / plain.steps_per_epoch)) if every else epochs
-        order = RoundOrder.of(samples, size, length, needed, every=every, **self._how)
-        self.length, self.ends = None if every else order.steps_per_epoch, order.ends
-        # What is read ahead of a round is little.
-        balance = make_balancer(settings, self.shares, 0, FIRST_ROUNDS)
-        training_state.parts["shares"] = balance
-        fetcher = SourceFetcher(self._source, order, self._classes)
-        loader = BatchLoader(order, fetcher, self._reading.ahead(fetcher), self._micro)
-        described = {"samples": samples, "size": size, "epochs": epochs, "length": every} | self._how
-        return RoundFeed(order, loader, balance), described
-
-
-def forget_passed() -> None:
-    """The fit is over."""
-    _fitting.batches = None
-
-
-def iterate_with(loop: Callable[[Batches], Iterator[Any]] | None) -> None:
-    """Whoever iterates over batches that are made from now on in this thread gets what this loop gives."""
-    _fitting.loop = loop
+        """Return a feed of rounds of `length` global batches, and its description; `steps_per_epoch` counts batches."""
+        samples, every = len(self._source), self.steps_per_epoch
+        one_epoch = SampleOrder(samples=samples, size=size, epochs=1, **self._order_options)
+        passes = max(1, math.ceil(epochs * every / one_epoch.steps_per_epoch)) if every else epochs
+        order = RoundOrder.of(samples, size, length, passes, every=every, **self._order_options)
+        self.steps_per_epoch, self.epoch_ends = None if every else order.steps_per_epoch, order.ends
+        # Read-ahead is short against a round, so a change of shares need not wait for it.
+        balancer = make_balancer(settings, self.shares, 0, FIRST_ROUNDS)
+        training_state.parts["shares"] = balancer
+        fetcher = SourceFetcher(self._source, order, self._class_weight)
+        loader = BatchLoader(order, fetcher, self._read_ahead.start(fetcher), self._micro)
+        description = {"samples": samples, "size": size, "epochs": epochs, "length": every} | self._order_options
+        return RoundFeed(order, loader, balancer), description
 
 
 def passed_to_fit() -> Batches | None:
-    """The data that `model.fit` was called with last, in this thread, if it came from `shoal.batches`."""
-    found: Batches | None = getattr(_fitting, "batches", None)
-    return found
+    """Return the batches that `model.fit` in this thread was called with last; None if it had other data."""
+    batches: Batches | None = getattr(_thread, "batches", None)
+    return batches
+
+
+def clear_passed_to_fit() -> None:
+    """Forget the batches of a `fit` that has ended."""
+    _thread.batches = None
+
+
+def set_loop(loop: Callable[[Batches], Iterator[Any]] | None) -> None:
+    """Let batches that are created in this thread from now on be iterated by this loop."""
+    _thread.loop = loop
 
 
 def batches(
@@ -270,59 +289,65 @@ def batches(
     shards: int | None = None,
     batched: bool = True,
 ) -> Batches:
-    """This member's share of every global batch of `size` samples, each sample once an epoch, for `model.fit`.
+    """Return this member's share of every global batch of `size` samples, for `model.fit`; each sample once per epoch.
 
     `data` is what `model.fit` takes: arrays (with `y` and `sample_weight`), a PyDataset, or a tf.data pipeline, whose
-    elements are batches unless `batched=False`. A pipeline that cannot be indexed, or with `shards`, is read as a
-    stream in so many parts, and must give the same elements in the same order whenever it is read. `workers` read
-    `prefetch` steps ahead each: as many as a PyDataset says, one for a pipeline that ends with prefetch(), else none.
-    `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and `micro` are those of `shoal.torch`.
+    elements are batches unless `batched=False`. A pipeline that cannot be indexed, or that is given with `shards`, is
+    read as a stream in that many parts, and must yield the same elements in the same order every time. `workers` read
+    `prefetch` steps ahead each; by default as many as a PyDataset has, one for a pipeline that ends with prefetch(),
+    and none otherwise. `epochs` is for loops of your own; `model.fit` has its own. `shares`, `last` and `micro` are
+    those of `shoal.torch`.
     """
     check_backend()
     size, epochs = checked_int("size", size), checked_int("epochs", epochs)
     micro, shards = (
-        None if one is None else checked_int(name, one) for name, one in (("micro", micro), ("shards", shards))
+        None if value is None else checked_int(name, value) for name, value in (("micro", micro), ("shards", shards))
     )
     if is_tf_dataset(data):
         if y is not None or sample_weight is not None:
             raise UnusableData(
-                "y and weights cannot be passed beside a tf.data pipeline", do="let the pipeline give them"
+                "y and sample_weight cannot be passed with a tf.data pipeline", do="let the pipeline yield them"
             )
-        found = _found(data, batched, seed, shuffle, shards)
+        source = _pipeline_source(data, batched, seed, shuffle, shards)
     else:
         if shards is not None:
             raise UnusableData(
                 f"shards={shards} cannot be used with arrays or a PyDataset",
-                why="only a tf.data pipeline is read as a stream, in so many parts",
+                why="only a tf.data pipeline is read as a stream of several parts",
                 do="leave it out",
             )
-        found = source_of(data, y, sample_weight, seed, shuffle)
-    given: dict[str, Any] = {"size": size, "seed": seed, "shares": shares, "class_weight": class_weight}
-    if found is not None:
-        reading = ReadAheadConfig(found.workers if workers is None else workers, prefetch, found.processes)
-        made: Batches = IndexedBatches(found.source, shuffle=shuffle, last=last, micro=micro, reading=reading, **given)
+        source = source_of(data, y, sample_weight, seed, shuffle)
+    common: dict[str, Any] = {"size": size, "seed": seed, "shares": shares, "class_weight": class_weight}
+    if source is not None:
+        read_ahead = ReadAheadConfig(source.workers if workers is None else workers, prefetch, source.processes)
+        created: Batches = IndexedBatches(
+            source.source, shuffle=shuffle, last=last, micro=micro, read_ahead=read_ahead, **common
+        )
     else:
-        made = _streamed(data, batched, shards or SHARDS, given, {"last": last, "micro": micro, "workers": workers})
-    made.epochs = epochs
-    return made
+        unusable = {"last": last, "micro": micro, "workers": workers}
+        created = _streamed(data, batched, shards or DEFAULT_SHARDS, common, unusable)
+    created.epochs = epochs
+    return created
 
 
-def _found(pipeline: Any, batched: bool, seed: int, shuffle: bool, shards: int | None) -> SourceWithReaders | None:
-    """The samples of a tf.data pipeline by number, if they can be had so and are not asked for in shards."""
+def _pipeline_source(
+    pipeline: Any, batched: bool, seed: int, shuffle: bool, shards: int | None
+) -> SourceWithReaders | None:
+    """Return the samples of a tf.data pipeline by number; None if it has to be read as a stream."""
     from shoal.keras.data import tf_pipelines
 
     tf_pipelines.check(pipeline, batched)
     return tf_pipelines.by_index(pipeline, batched, seed, shuffle) if shards is None else None
 
 
-def _streamed(pipeline: Any, batched: bool, shards: int, given: dict[str, Any], more: dict[str, Any]) -> Batches:
+def _streamed(pipeline: Any, batched: bool, shards: int, common: dict[str, Any], unusable: dict[str, Any]) -> Batches:
     from shoal.keras.data.tf_stream import StreamedBatches
 
-    for name, value in more.items():
+    for name, value in unusable.items():
         if value not in (None, 0, "keep"):
             raise UnusableData(
                 f"{name}={value!r} cannot be used with a tf.data pipeline that is read as a stream",
-                why="it is read from its start, by TensorFlow itself",
+                why="TensorFlow itself reads it, from its start",
                 do="leave it out; prefetch(…) in the pipeline reads ahead",
             )
-    return StreamedBatches(pipeline, shards=shards, batched=batched, **given)
+    return StreamedBatches(pipeline, shards=shards, batched=batched, **common)

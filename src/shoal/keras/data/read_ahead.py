@@ -1,4 +1,4 @@
-"""Who reads the data of Keras models ahead."""
+"""Reading ahead for Keras models: how many workers read, how far, and whether they are threads or processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.worker.data.share_loader import ReadAhead
 
 
 class ReadAheadConfig(NamedTuple):
-    """So many workers, threads or `processes`, of which each reads `prefetch` steps ahead."""
+    """Number of workers, threads or `processes`; each reads `prefetch` steps ahead."""
 
     workers: int
     prefetch: int
@@ -19,10 +19,11 @@ class ReadAheadConfig(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """How many steps are read ahead."""
+        """Steps that are read ahead by all workers together."""
         return depth(self.workers, self.prefetch)
 
-    def ahead(self, fetcher: SourceFetcher) -> ReadAhead | None:
+    def start(self, fetcher: SourceFetcher) -> ReadAhead | None:
+        """Return readers of the fetcher's batches, None if nothing is read ahead."""
         if not self.depth:
             return None
         if self.processes:

@@ -1,4 +1,4 @@
-"""tf.data pipelines as data that is shared out: which of them can be indexed, and which are of no use."""
+"""tf.data pipelines as sample sources: which can be indexed, and which cannot be used at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INFINITE, UNKNOWN = -1, -2
 
 
 class PipelineSamples(SampleSource):
-    """A pipeline whose elements are samples."""
+    """Source of a pipeline whose elements are samples."""
 
     def __init__(self, node: PipelineNode) -> None:
         self._length, self._spec = node.length, node.spec
@@ -25,7 +25,7 @@ class PipelineSamples(SampleSource):
         @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)  # type: ignore[untyped-decorator]
         def read(ids: Any) -> Any:
             with tf.device("CPU:0"):
-                return node.many(ids)
+                return node.elements(ids)
 
         self._read = read
 
@@ -37,7 +37,7 @@ class PipelineSamples(SampleSource):
 
 
 class PipelineBatches:
-    """A pipeline whose elements are batches, as a PyDataset is one."""
+    """Pipeline whose elements are batches, with the interface of a PyDataset."""
 
     def __init__(self, node: PipelineNode) -> None:
         self.num_batches, self._spec = node.length, node.spec
@@ -45,7 +45,7 @@ class PipelineBatches:
         @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)  # type: ignore[untyped-decorator]
         def read(number: Any) -> Any:
             with tf.device("CPU:0"):
-                return node.one(number)
+                return node.element(number)
 
         self._read = read
 
@@ -54,12 +54,12 @@ class PipelineBatches:
 
 
 def by_index(dataset: Any, batched: bool, seed: int, shuffle: bool) -> SourceWithReaders | None:
-    """The pipeline as samples by number; None if it can only be read from its start."""
+    """Return the pipeline's samples by number; None if it can only be read from its start."""
     node = node_of(dataset)
     if node is None or node.length < 1 or (node.shuffled and not shuffle):
         return None
-    ahead = int(any(kind_of(one) == "PrefetchDataset" for one in operations(dataset)))
-    # Batches are put together anew, so that nothing has to be left out of them either.
+    workers = int(any(kind_of(operation) == "PrefetchDataset" for operation in operations(dataset)))
+    # Single samples if possible: Shoal groups them into global batches itself, and drops no remainder.
     samples = samples_of(node) if batched else node
     if samples is None and node.uneven:
         return None
@@ -67,26 +67,26 @@ def by_index(dataset: Any, batched: bool, seed: int, shuffle: bool) -> SourceWit
         PyDatasetSource(PipelineBatches(node), seed, shuffle, "tf.data pipeline")
         if samples is None
         else PipelineSamples(samples),
-        ahead,
+        workers,
     )
 
 
 def check(dataset: Any, batched: bool) -> None:
-    """Raise if nothing can be made of this pipeline."""
+    """Raise UnusableData if the pipeline can be neither indexed nor read as a stream."""
     count = int(dataset.cardinality())
-    if count == INFINITE or (count == UNKNOWN and _goes_on(dataset)):
+    if count == INFINITE or (count == UNKNOWN and _is_endless(dataset)):
         raise UnusableData(
             "the tf.data pipeline has no end",
-            why="with repeat() nobody knows where an epoch ends",
+            why="with repeat() it is not known where an epoch ends",
             do="leave repeat() out, and pass epochs, and steps_per_epoch if you like, to model.fit",
         )
     if count == 0:
-        raise UnusableData("the tf.data pipeline is empty", do="check what it is made from")
+        raise UnusableData("the tf.data pipeline is empty", do="check the code that creates it")
     leaves = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
         raise UnusableData(
-            "the tf.data pipeline gives ragged or sparse tensors",
-            why="they cannot be cut into shares",
+            "the tf.data pipeline yields ragged or sparse tensors",
+            why="they cannot be split into shares",
             do="make them dense in the pipeline: .map(lambda x: x.to_tensor(shape=…))",
         )
     firsts = {leaf.shape[0] if leaf.shape.rank else -1 for leaf in leaves if leaf.shape.rank is not None} - {None}
@@ -99,22 +99,22 @@ def check(dataset: Any, batched: bool) -> None:
 
 
 def check_stream(dataset: Any) -> None:
-    """Raise if a pipeline that is read from its start would give other samples, or another order, in every member."""
+    """Raise UnusableData if the order of the samples would differ between members, or between two readings."""
     if not is_fixed(dataset):
         raise UnusableData(
-            "the tf.data pipeline gives its samples in another order whenever it is read",
-            why="members that each read a part of it would lose some and repeat others",
+            "the tf.data pipeline yields its samples in another order each time it is read",
+            why="members that each read a part of it would lose some samples and repeat others",
             do="shuffle(…, seed=1, reshuffle_each_iteration=False), list_files(…, shuffle=False), and no "
             "deterministic=False",
         )
 
 
-def _goes_on(dataset: Any) -> bool:
-    """Whether there is a repeat() without an end that nothing ends."""
+def _is_endless(dataset: Any) -> bool:
+    """Return whether the pipeline repeats without end, and no take() limits it."""
     kind = kind_of(dataset)
     if kind == "RepeatDataset" and int(dataset._count) < 0:
         return True
-    return kind != "TakeDataset" and any(map(_goes_on, dataset._inputs()))
+    return kind != "TakeDataset" and any(map(_is_endless, dataset._inputs()))
 
 
 def _arrays(spec: Any, flat: list[Any]) -> Any:

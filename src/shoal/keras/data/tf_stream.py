@@ -1,4 +1,9 @@
-"""A tf.data pipeline that can only be read from its start, as the data of a run."""
+"""tf.data pipelines that can only be read from their start, as the data of a run.
+
+The pipeline is split by `shard(n, i)` into parts that are read side by side, each by one member. Every member creates
+the whole pipeline, so it must yield the same samples in the same order everywhere. `shoal.core.data.lanes` says which
+part a sample of a batch comes from, and `shoal.worker.data.stream_reader` reads them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import tensorflow as tf
 from shoal.core.batch.setting import resolve_batch
 from shoal.core.data.lanes import LaneLayout
 from shoal.errors import UnusableData
-from shoal.keras.data.arrays import weighed
+from shoal.keras.data.arrays import with_class_weight
 from shoal.keras.data.batches import Batches
 from shoal.keras.data.tf_pipelines import check_stream
 from shoal.keras.modes.local_sgd import KerasLocalTrainer
@@ -27,7 +32,7 @@ from shoal.worker.training.training_state import TrainingState
 
 
 class StreamedBatches(Batches):
-    """Shards of a pipeline are read side by side, each by one member."""
+    """Batches of a pipeline that is read in `shards` parts, each by one member."""
 
     def __init__(
         self,
@@ -47,17 +52,17 @@ class StreamedBatches(Batches):
         self._dataset = (dataset.unbatch() if batched else dataset).with_options(options)
         self._shards = shards
 
-    def few(self) -> Any:
-        first = _ClosingIterator(self._dataset)
+    def example(self) -> Any:
+        iterator = _ClosingIterator(self._dataset)
         try:
-            samples = list(itertools.islice(first, 2))
+            samples = list(itertools.islice(iterator, 2))
         finally:
-            first.close()
+            iterator.close()
         if not samples:
-            raise UnusableData("the tf.data pipeline is empty", do="check what it is made from")
+            raise UnusableData("the tf.data pipeline is empty", do="check the code that creates it")
         return self._batch(samples)
 
-    def feed(
+    def make_feed(
         self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int
     ) -> tuple[Feed, dict[str, Any]]:
         if isinstance(loop, KerasLocalTrainer):
@@ -69,19 +74,19 @@ class StreamedBatches(Batches):
                 "batch=auto cannot be used with a tf.data pipeline that is read as a stream",
                 do="pass a number as batch",
             )
-        # Every pass over the data has a step: with steps_per_epoch there are enough of them, however short it is.
-        passes = epochs * (self.length or 1)
+        # The length of the data is unknown, but each pass over it has at least one step: enough passes for all steps.
+        passes = epochs * (self.steps_per_epoch or 1)
         layout = LaneLayout.of(self._shards, self.size, None, passes, self.seed, False)
-        opened = Shards([self._opener(number) for number in range(self._shards)])
-        reader = LaneReader(LaneSource(opened, layout, self._batch, RngState(), kept_steps=1))
+        shards = Shards([self._opener(number) for number in range(self._shards)])
+        reader = LaneReader(LaneSource(shards, layout, self._batch, RngState(), kept_steps=1))
         feed = StreamFeed(layout, reader, make_balancer(settings, self.shares or "equal", ahead=0))
         training_state.parts["shares"], training_state.parts["stream"] = feed.balancer, feed
-        described = {"shards": self._shards, "size": self.size, "epochs": epochs, "lanes": layout.lanes}
-        return feed, described
+        description = {"shards": self._shards, "size": self.size, "epochs": epochs, "lanes": layout.lanes}
+        return feed, description
 
     def _batch(self, samples: Sequence[Any]) -> Any:
         stacked = keras.tree.map_structure(lambda *parts: np.stack(parts), *samples)
-        return weighed(stacked, self._classes)
+        return with_class_weight(stacked, self._class_weight)
 
     def _opener(self, number: int) -> Callable[[], Iterator[Any]]:
         shard = self._dataset.shard(self._shards, number)
@@ -89,17 +94,20 @@ class StreamedBatches(Batches):
 
 
 class _ClosingIterator:
-    """An iterator that is let go of at once: TensorFlow waits for all that the pipeline is reading ahead."""
+    """Iterator over a pipeline that `close` releases without blocking.
+
+    TensorFlow frees an iterator only after everything that it reads ahead has arrived.
+    """
 
     def __init__(self, dataset: Any) -> None:
-        self._held = [dataset.as_numpy_iterator()]
+        self._iterators = [dataset.as_numpy_iterator()]
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return next(self._held[0])
+        return next(self._iterators[0])
 
     def close(self) -> None:
-        # The thread holds the last reference.
-        threading.Thread(target=self._held.clear, daemon=True).start()
+        # The thread drops the last reference, and waits in our place.
+        threading.Thread(target=self._iterators.clear, daemon=True).start()

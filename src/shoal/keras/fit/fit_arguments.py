@@ -1,4 +1,8 @@
-"""What `model.fit` was called with: Keras hands nothing of it over to data that is an adapter of its own."""
+"""Arguments of the call of `model.fit` in progress.
+
+Keras passes none of them on to data that is an adapter of its own, as `shoal.batches` is. They are read from the frame
+of the call, because no function that `fit` calls gets all of them. Arguments that would be ignored are refused.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from typing import Any
 
 from shoal.errors import NotAttached, UnusableData, UnusableModel
 
-ASKING = ("fit", "evaluate", "predict")
-# Those whose meaning is that of an argument of shoal.batches.
-OURS = {
+METHODS = ("fit", "evaluate", "predict")
+# Arguments of fit with the argument of shoal.batches to use instead.
+REPLACEMENTS = {
     "y": "shoal.batches(x, y, size=…)",
     "sample_weight": "shoal.batches(x, y, sample_weight, size=…)",
     "batch_size": "shoal.batches(…, size=…), the size of the global batch",
@@ -18,68 +22,65 @@ OURS = {
 
 
 def check_use(data: Any) -> None:
-    """Raise if somebody else than `fit` asks for `data`, or it is to be what `fit` validates with."""
-    name, told = _call()
-    trains = name == "fit" and told["x"] is data
-    if name and not trains:
+    """Raise UnusableData if `data` is used for anything but training in `fit`."""
+    method, arguments = _current_call()
+    trains = method == "fit" and arguments["x"] is data
+    if method and not trains:
         raise UnusableData(
-            f"shoal.batches cannot be {'validation_data' if name == 'fit' else f'what model.{name} is given'}",
-            why="it is this member's share of the training data",
+            f"shoal.batches cannot be used {'as validation_data' if method == 'fit' else f'in model.{method}'}",
+            why="it yields this member's share of the training data",
             do="pass the arrays or the dataset themselves",
         )
 
 
-def asked_of(data: Any) -> Mapping[str, Any]:
-    """The arguments of the call of `fit` that asks for `data`; raises if it cannot be done as asked."""
-    _, told = _call()
-    if not told:
+def checked_fit_arguments(data: Any) -> Mapping[str, Any]:
+    """Return the arguments of the call of `fit` that trains on `data`; raise if one of them cannot be honoured."""
+    _, arguments = _current_call()
+    if not arguments:
         return {}
-    for argument, instead in OURS.items():
-        if told[argument] is not None:
+    for argument, replacement in REPLACEMENTS.items():
+        if arguments[argument] is not None:
             raise UnusableData(
-                f"{argument} was passed to model.fit beside shoal.batches", why="Keras ignores it there", do=instead
+                f"{argument} was passed to model.fit beside shoal.batches", why="Keras ignores it there", do=replacement
             )
-    if not told["shuffle"] and data.shuffle:
+    if not arguments["shuffle"] and data.shuffle:
         raise UnusableData(
             "model.fit was called with shuffle=False, but shoal.batches shuffles",
             do="shoal.batches(…, shuffle=False)",
         )
-    if told["initial_epoch"]:
+    if arguments["initial_epoch"]:
         raise UnusableData(
-            f"model.fit was called with initial_epoch={told['initial_epoch']}",
-            why="the run itself knows in which epoch it is",
-            do="leave it out: shoal resume goes on where the run was",
+            f"model.fit was called with initial_epoch={arguments['initial_epoch']}",
+            why="the run itself records which epoch it is in",
+            do="leave it out: shoal resume continues where the run stopped",
         )
-    if told["self"].steps_per_execution > 1:
+    if arguments["self"].steps_per_execution > 1:
         raise UnusableModel(
-            f"the model was compiled with steps_per_execution={told['self'].steps_per_execution}",
-            why="every step is summed over the members",
+            f"the model was compiled with steps_per_execution={arguments['self'].steps_per_execution}",
+            why="gradients are summed over the members in every step",
             do="leave it out",
         )
-    _check_callbacks(told["callbacks"])
-    return told
+    _check_callbacks(arguments["callbacks"])
+    return arguments
 
 
 def _check_callbacks(callbacks: Any) -> None:
-    held = getattr(callbacks, "callbacks", callbacks)
-    held = held if isinstance(held, list | tuple) else [held]
-    if not any(getattr(one, "makes_elastic", False) for one in held):
+    listed = getattr(callbacks, "callbacks", callbacks)
+    listed = listed if isinstance(listed, list | tuple) else [listed]
+    if not any(getattr(callback, "makes_elastic", False) for callback in listed):
         raise NotAttached(
             "model.fit was given shoal.batches, but not shoal.Elastic",
-            why="nobody would sum the gradients of the members",
+            why="gradients would not be summed over the members",
             do="model.fit(shoal.batches(…), callbacks=[shoal.Elastic()])",
         )
 
 
-def _call() -> tuple[str, Mapping[str, Any]]:
-    """The method of the model that is being called, and its arguments; nothing if they cannot be told.
-
-    They are read from its frame: nothing that it calls is given all of them.
-    """
+def _current_call() -> tuple[str, Mapping[str, Any]]:
+    """Return the model's method that is being called, and its arguments; empty ones if there is no such call."""
     frame = sys._getframe(1)
     while frame is not None:
-        inside = str(frame.f_globals.get("__name__", "")).startswith("keras.src.backend")
-        if inside and frame.f_code.co_name in ASKING:
+        in_keras = str(frame.f_globals.get("__name__", "")).startswith("keras.src.backend")
+        if in_keras and frame.f_code.co_name in METHODS:
             return frame.f_code.co_name, frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
     return "", {}

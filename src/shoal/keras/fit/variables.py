@@ -1,4 +1,9 @@
-"""What the variables of a model are: weights, statistics of layers, states of random generators, and metrics."""
+"""Kinds of variables in a model: weights, layer state, states of random generators, and metrics.
+
+Each kind is treated differently by a distributed step. Weights change through summed gradients alone. Layer state with
+a mean (moving averages) is averaged over the members; other layer state (counters) is not. Random
+states are seeded from the step. Metrics are summed.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +14,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def seeds_of(model: Any) -> list[Any]:
-    """The states of random generators."""
+def seed_variables(model: Any) -> list[Any]:
+    """Return the states of the layers' random generators."""
     return [v for v in model.non_trainable_variables if _is_seed(v)]
 
 
-def weights_of(model: Any) -> set[int]:
-    """The ids of all that layers could train, frozen or not; what is frozen changes in no step."""
+def weight_ids(model: Any) -> set[int]:
+    """Return the ids of all weights, frozen or not; no step changes the frozen ones."""
     return {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
 
 
-def kept_of(model: Any) -> list[Any]:
-    """What layers keep for themselves, such as means of what they have seen, or counters."""
-    weights = weights_of(model)
+def layer_state(model: Any) -> list[Any]:
+    """Return the variables that layers update in a forward pass, such as moving means or counters."""
+    weights = weight_ids(model)
     return [v for v in model.non_trainable_variables if not _is_seed(v) and id(v) not in weights]
 
 
-def statistics_of(model: Any) -> list[Any]:
-    """Of what layers keep, that of which a mean can be taken."""
-    return [v for v in kept_of(model) if "float" in str(v.dtype)]
+def layer_statistics(model: Any) -> list[Any]:
+    """Return the part of the layer state that can be averaged."""
+    return [v for v in layer_state(model) if "float" in str(v.dtype)]
 
 
-def reseed(seeds: Sequence[Any], seed: int) -> None:
-    """Let the random numbers of layers start anew."""
-    for number, variable in enumerate(seeds):
+def reseed(variables: Sequence[Any], seed: int) -> None:
+    """Set the states of random generators as a function of `seed`."""
+    for number, variable in enumerate(variables):
         halves = np.array([seed & 0xFFFF_FFFF, (seed >> 32) + number], np.uint32)
         variable.assign(halves.astype(str(variable.dtype)))
 
 
-def loss_in(model: Any, meters: Sequence[Any], changes: Sequence[NDArray[Any]]) -> float:
-    """The sum of the losses of the samples that changed the metrics so, if the model keeps count of it."""
+def summed_loss(model: Any, metric_variables: Sequence[Any], changes: Sequence[NDArray[Any]]) -> float:
+    """Return the change of the model's loss tracker, the sum of the samples' losses; 0 if the model has no tracker."""
     tracker = getattr(model, "_loss_tracker", None)
-    held = tracker.variables[0] if tracker is not None and tracker.variables else None
-    place = next((number for number, v in enumerate(meters) if v is held), None)
-    return float(changes[place]) if place is not None else 0.0
+    total = tracker.variables[0] if tracker is not None and tracker.variables else None
+    index = next((number for number, variable in enumerate(metric_variables) if variable is total), None)
+    return float(changes[index]) if index is not None else 0.0
 
 
 def _is_seed(variable: Any) -> bool:

@@ -1,1 +1,4 @@
-"""Keras training loops, one module for each way to keep members together."""
+"""Training loops of Keras models, one module per sync mode, with their optimizers and the state they transfer.
+
+May import: keras/fit, keras/backends, worker, core, errors.
+"""

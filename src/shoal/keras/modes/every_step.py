@@ -1,4 +1,37 @@
-"""The training loop for Keras: each call of the model's train function does one step of the run."""
+"""Training loop of Keras models in the sync mode `step`: every call of the train function is one step of the run.
+
+How `model.fit` drives a step, from the top:
+
+1. `fit` calls the train function that the Elastic callback installed, and that calls `run_step` (fit.train_function),
+   which takes micro-batches from `Loop.train` and passes each to `_train_micro_batch`.
+2. `backend.compute` runs the model's own `train_step` up to its optimizer, in TensorFlow a traced graph. It returns
+   NumPy arrays: gradients, the statistics of layers, and the metric variables before and after the micro-batch.
+3. `_sum_gradients` adds the gradients, weighted by samples, to flat buffers. After the last micro-batch `_exchange`
+   all-reduces the buffers together with the step reports. The result is the gradient of the whole global batch.
+4. `backend.apply`, a second function, hands the sums to the optimizer, and assigns statistics and metrics. Then the
+   step is committed.
+
+*Metrics and statistics.* The flat buffers end with a tail of float64 numbers for what a step changes besides the
+weights. For metrics it is the change of each summed variable in this step, so that the sum over the members, added to
+the committed value, counts every sample once. For the statistics of layers (moving means, say) it is the member's
+value times its part of the global batch, so that the sum is the mean. All members therefore hold the same metrics and
+statistics after a commit; callbacks that look at them (EarlyStopping, ReduceLROnPlateau) decide alike on all members
+without a message.
+
+*Committed values.* `train_step` updates metrics and statistics in place, before it is known whether the step will be
+committed. `_committed_metrics` and `_committed_statistics` are copies as of the last commit. They are the base of the
+changes above; they are assigned again if the step fails, because the next world copies its state from a member that
+must not show traces of an unfinished step; and the metrics are assigned again after Keras has reset them at the start
+of an epoch that this member entered in the middle.
+
+*Snapshots.* Other members may still read this member's state while the next step computes. Weights and optimizer
+variables change only in `backend.apply`, which waits for the readers; all other variables are copied when they are
+read.
+
+*A script's own loop* (`KerasLoopTrainer`) calls `optimizer.apply` instead of `fit`; the optimizer guard passes its
+gradients to `on_apply`. Its metrics are its own business, so only gradients and statistics are exchanged. The optimizer
+surely has finished only when the loop asks for its next batch; the step is committed there.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +47,8 @@ from shoal.core.batch.goodput import LrScaling, lr_scaling_for
 from shoal.errors import UnusableModel
 from shoal.keras.backends.base import Arrays, KerasBackend, Logs, TrainStepResult
 from shoal.keras.fit.train_function import TrainFunction
-from shoal.keras.fit.variables import loss_in, reseed, seeds_of, statistics_of, weights_of
-from shoal.keras.modes.gradient_norms import KerasGradientNorms, expected
+from shoal.keras.fit.variables import layer_statistics, reseed, seed_variables, summed_loss, weight_ids
+from shoal.keras.modes.gradient_norms import KerasGradientNorms, expected_sizes
 from shoal.keras.modes.state import VariableGroup
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.flat_buffers import ArraySpec, FlatBuffers
@@ -31,11 +64,7 @@ from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 
 class KerasTrainer(Loop, TrainFunction):
-    """Computes, sums and applies the gradients of one model.
-
-    The model's metrics are summed over the members along with the gradients, and so are, as means, the statistics that
-    its layers keep: all members hold the same numbers, and their callbacks decide the same.
-    """
+    """Computes, sums and applies the gradients of one model, with its metrics and layer statistics."""
 
     def __init__(
         self, session: Session | StandaloneSession, training_state: TrainingState, backend: KerasBackend
@@ -43,39 +72,41 @@ class KerasTrainer(Loop, TrainFunction):
         super().__init__(session, training_state)
         self._backend = backend
         model = backend.model
-        self._seeds, self._statistics = seeds_of(model), statistics_of(model)
-        self._meters: list[Any] = []
+        self._seed_variables, self._statistics = seed_variables(model), layer_statistics(model)
+        self._metric_variables: list[Any] = []
         self._sums: FlatBuffers | None = None
-        self._likes = [ArraySpec(v.shape, str(v.dtype)) for v in model.trainable_variables]
-        self._kept_statistics: Arrays = []
-        self._kept_meters: Arrays = []
-        self._squares: KerasGradientNorms | None = None
-        # What layers and metrics hold since our last piece.
-        self._now: tuple[Arrays, Arrays] = [], []
+        self._gradient_specs = [ArraySpec(v.shape, str(v.dtype)) for v in model.trainable_variables]
+        self._committed_statistics: Arrays = []
+        self._committed_metrics: Arrays = []
+        # Values after the last micro-batch of this member.
+        self._new_statistics: Arrays = []
+        self._new_metrics: Arrays = []
+        self._norms: KerasGradientNorms | None = None
         self.epoch_of: Callable[[int], int] = lambda _step: 0
-        # These change only when a step is applied, which waits for those who read them.
-        self._at_rest = weights_of(model) | {id(v) for v in backend.optimizer.variables}
-        training_state.parts["model"] = VariableGroup(lambda: model.variables, self._read_for_others)
-        training_state.parts["optimizer"] = VariableGroup(lambda: backend.optimizer.variables, self._read_for_others)
-        training_state.parts["metrics"] = VariableGroup(lambda: model.metrics_variables, self._read_for_others)
+        # Variables that change only in `backend.apply`, which waits until no member reads them any more.
+        self._stable_ids = weight_ids(model) | {id(v) for v in backend.optimizer.variables}
+        training_state.parts["model"] = VariableGroup(lambda: model.variables, self._read_for_snapshot)
+        training_state.parts["optimizer"] = VariableGroup(lambda: backend.optimizer.variables, self._read_for_snapshot)
+        training_state.parts["metrics"] = VariableGroup(lambda: model.metrics_variables, self._read_for_snapshot)
         training_state.parts["noise"] = self.noise_sampler.noise
 
-    # --- what the train function asks
+    # --- called around fit
 
-    def rehearse(self, batch: Any) -> None:
-        """Do the work of a step once, if that makes the first one faster; everything is put back as it was."""
+    def warm_up(self, batch: Any) -> None:
+        """Do a step and undo it, if that makes the first real step faster."""
         backend = self._backend
         if not backend.compiles:
             return
-        held = (*backend.model.variables, *backend.model.metrics_variables, *backend.optimizer.variables)
-        before = [(one, backend.read(one).copy()) for one in {id(one): one for one in held}.values()]
-        self._find_meters()
+        changed = (*backend.model.variables, *backend.model.metrics_variables, *backend.optimizer.variables)
+        unique = {id(variable): variable for variable in changed}.values()
+        before = [(variable, backend.read(variable).copy()) for variable in unique]
+        self._collect_metric_variables()
         with RngState().preserved():
             try:
-                computed = backend.compute(batch)
-                self._fit(computed.gradients)
+                result = backend.compute(batch)
+                self._fit_buffers(result.gradients)
                 assert self._sums is not None
-                backend.apply(self._sums.views, computed.statistics, computed.after)
+                backend.apply(self._sums.views, result.statistics, result.metrics_after)
             finally:
                 for variable, value in before:
                     variable.assign(value)
@@ -85,188 +116,175 @@ class KerasTrainer(Loop, TrainFunction):
         return self.current.number if self.current is not None else None
 
     @property
-    def entered(self) -> int:
-        """The step that this member begins with; what came before it may have been the end of an epoch."""
+    def entry_step(self) -> int:
+        """The step that this member begins with; the one before it may have been the last of an epoch."""
         return self._session.step or 0
 
-    def missed(self, inside: bool) -> Logs | None:
-        """What the metrics say when Keras begins an epoch, if this member comes in `inside` it."""
-        if not inside:
+    def enter_epoch(self, partly_done: bool) -> Logs | None:
+        """Restore the metrics of an epoch that was `partly_done` when this member entered it, and return their results.
+
+        Keras resets the metrics whenever it begins an epoch. Return None if no step of the epoch is done.
+        """
+        if not partly_done:
             return None
-        # Keras has just reset the metrics of those of its steps that others did.
-        self.put_meters_back()
-        return self.results()
+        self._restore_metrics()
+        return self.metric_results()
 
-    def put_meters_back(self) -> None:
-        """The metrics as they were when this member came in; Keras resets them when an epoch begins."""
-        for variable, value in zip(self._meters, self._kept_meters, strict=True):
-            variable.assign(value)
+    def lr_scaling(self, setting: Literal["auto"] | LrScaling) -> LrScaling:
+        """Return how the learning rate follows a global batch size that changes during training."""
+        optimizer = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)
+        if not hasattr(optimizer._learning_rate, "assign"):
+            raise UnusableModel(
+                "batch=auto cannot be used with a learning rate schedule",
+                why="a schedule counts steps, and there are fewer of them with a larger batch",
+                do="pass a number as learning rate, or as batch",
+            )
+        return lr_scaling_for(type(optimizer).__name__) if setting == "auto" else setting
 
-    # --- the loop
+    # --- hooks of the loop
 
     def _start_loop(self, feed: Feed) -> bool:  # noqa: ARG002
-        self._find_meters()
-        self._keep()
-        self._training_state.after_load.append(self._keep)
-        self._set_up()
+        self._collect_metric_variables()
+        self._record_committed()
+        self._training_state.after_load.append(self._record_committed)
+        self._ensure_buffers()
         return True
-
-    def _find_meters(self) -> None:
-        model = self._backend.model
-        self._meters = [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
-        self._backend.statistics, self._backend.meters = self._statistics, self._meters
-
-    def _set_up(self) -> None:
-        if self._sums is None:
-            tail = sum(int(np.prod(v.shape)) for v in (*self._statistics, *self._meters))
-            self._sums = FlatBuffers(self._likes, tail)
-
-    def _keep(self) -> None:
-        read = self._backend.read
-        self._kept_statistics = [read(v).copy() for v in self._statistics]
-        self._kept_meters = [read(v).copy() for v in self._meters]
-
-    def _read_for_others(self, variable: Any) -> NDArray[Any]:
-        """A copy of what a forward pass or a callback changes: others may still read it when the next step begins."""
-        found = self._backend.read(variable)
-        return found if id(variable) in self._at_rest and found.ndim else found.copy()
 
     def _undo_uncommitted(self) -> None:
         current = self.current
         if current is not None and not current.committed:
-            self._put_statistics()
-            self.put_meters_back()
-
-    def _put_statistics(self) -> None:
-        for variable, value in zip(self._statistics, self._kept_statistics, strict=True):
-            variable.assign(value)
+            self._restore_statistics()
+            self._restore_metrics()
 
     def _zero_buffers(self) -> list[ZeroBuffer] | None:
         return self._sums.zero_buffers() if self._sums is not None and isinstance(self.feed, IndexedFeed) else None
 
     def _seed(self, seed: int) -> None:
         self._backend.seed(seed)
-        reseed(self._seeds, seed)
+        reseed(self._seed_variables, seed)
 
     def _check_micro_batch(self, current: Step, number: int) -> None:
-        """The loop's body is ours."""
+        """Accept every micro-batch: the loop body is not the script's."""
 
-    # --- one step
+    # --- metrics and layer statistics
 
-    def _piece(self, batch: Any) -> Logs:
+    def _collect_metric_variables(self) -> None:
+        model = self._backend.model
+        self._metric_variables = [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
+        self._backend.statistics, self._backend.metric_variables = self._statistics, self._metric_variables
+
+    def _record_committed(self) -> None:
+        """Copy the statistics and metrics, which belong to a committed step now."""
+        read = self._backend.read
+        self._committed_statistics = [read(v).copy() for v in self._statistics]
+        self._committed_metrics = [read(v).copy() for v in self._metric_variables]
+
+    def _restore_statistics(self) -> None:
+        for variable, value in zip(self._statistics, self._committed_statistics, strict=True):
+            variable.assign(value)
+
+    def _restore_metrics(self) -> None:
+        for variable, value in zip(self._metric_variables, self._committed_metrics, strict=True):
+            variable.assign(value)
+
+    def _read_for_snapshot(self, variable: Any) -> NDArray[Any]:
+        """Return a variable's value, a copy unless only a commit changes it; scalars are always copied."""
+        value = self._backend.read(variable)
+        return value if id(variable) in self._stable_ids and value.ndim else value.copy()
+
+    # --- one micro-batch
+
+    def _train_micro_batch(self, batch: Any) -> Logs:
         current, backend = self.current, self._backend
         assert current is not None
         try:
-            computed = backend.compute(batch)
+            result = backend.compute(batch)
         except Exception as error:
             if not backend.is_out_of_memory(error):
                 raise
             self.on_out_of_memory(error)
             return {}
         if current.backwards == 0:
-            self._kept_meters = computed.before
-        found = self._summed(current, computed.gradients, (computed.statistics, computed.after))
-        results = self._change(current, found, computed)
-        return results if results is not None and results.keys() == computed.logs.keys() else computed.logs
+            self._committed_metrics = result.metrics_before
+        sums = self._sum_gradients(current, result.gradients, result.statistics, result.metrics_after)
+        logs = self._apply_sums(current, sums, result)
+        return logs if logs is not None and logs.keys() == result.logs.keys() else result.logs
 
-    def _change(self, current: Step, found: Arrays | None, computed: TrainStepResult) -> Logs | None:  # noqa: ARG002
-        """Apply these gradients, if any; what the metrics say if that made a step."""
-        if found is None:
-            return None
-        self._take_over(current)
-        with self._gained(current):
-            results = self._backend.apply(found, self._kept_statistics, self._kept_meters)
-        self._commit(current)
-        return results
-
-    def _summed(self, current: Step, gradients: Arrays, now: tuple[Arrays, Arrays]) -> Arrays | None:
-        """Take the gradients of a piece; those of the whole global batch, if they are complete and may be applied."""
-        self._count(current, now)
+    def _sum_gradients(self, current: Step, gradients: Arrays, statistics: Arrays, metrics: Arrays) -> Arrays | None:
+        """Add the gradients of a micro-batch; return those of the global batch once they may be applied."""
+        self._count_micro_batch(current, statistics, metrics)
         if self._session.broken:
             return None
-        self._load(current, gradients)
+        self._add_gradients(current, gradients)
         if not current.on_last_micro_batch:
             return None
-        self._rest(current.samples, current.micro_batches[-1].samples)
+        self._emulate_slowdown(current.samples, current.micro_batches[-1].samples)
         if not (self._exchange(current) and self._begin_commit()):
             return None
         assert self._sums is not None
         return self._sums.views
 
-    def _count(self, current: Step, now: tuple[Arrays, Arrays]) -> None:
-        """A piece was computed."""
-        self._now = now
+    def _apply_sums(self, current: Step, sums: Arrays | None, result: TrainStepResult) -> Logs | None:  # noqa: ARG002
+        """Apply the gradients of the global batch and commit the step; return the metric results, None without sums."""
+        if sums is None:
+            return None
+        self._adopt_tail(current)
+        with self._scaled_learning_rate(current):
+            logs = self._backend.apply(sums, self._committed_statistics, self._committed_metrics)
+        self._commit(current)
+        return logs
+
+    def _count_micro_batch(self, current: Step, statistics: Arrays, metrics: Arrays) -> None:
+        self._new_statistics, self._new_metrics = statistics, metrics
         if current.backwards == 0:
-            self._squares = self._sounding(current)
+            self._norms = self._new_norms(current)
         current.backwards += 1
         current.micro_batch_weight = float(current.micro_batches[current.index].samples)
         current.weight += current.micro_batch_weight
 
-    def _rest(self, samples: int, last: int) -> None:
-        """Take as long as a slower machine would, if that is asked for."""
-        if self._slowdown is not None:
-            self._slowdown.before_exchange(samples, last)
-            self._slowdown.after_backward()
-
-    # --- a global batch that is chosen while training
-
-    def law(self, asked: Literal["auto"] | LrScaling) -> LrScaling:
-        """By which law the learning rate follows the batch."""
-        optimizer = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)
-        if not hasattr(optimizer._learning_rate, "assign"):
-            raise UnusableModel(
-                "a learning rate schedule cannot follow a global batch that is chosen while training",
-                why="it counts steps, of which there are fewer with a larger batch",
-                do="pass a number as learning rate, or as batch",
-            )
-        return lr_scaling_for(type(optimizer).__name__) if asked == "auto" else asked
-
-    @contextmanager
-    def _gained(self, current: Step) -> Iterator[None]:
-        """The learning rate of this step is multiplied by what its batch gains over the one that was asked for."""
-        gain = self.auto.lr_gain_at(current.number) if self.auto is not None else 1.0
-        if gain == 1.0:
-            yield
-            return
-        rate = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)._learning_rate
-        before = self._backend.read(rate).copy()
-        rate.assign(before * gain)
-        try:
-            yield
-        finally:
-            rate.assign(before)
-
-    def _fit(self, gradients: Arrays) -> None:
-        """Have room for the sums of as many gradients as there are."""
-        if len(gradients) != len(self._likes):
-            # Some variables have no gradient, in any member alike.
-            self._likes = [ArraySpec(one.shape, one.dtype) for one in gradients]
-            self._sums = None
-        self._set_up()
-
-    def _load(self, current: Step, gradients: Arrays) -> None:
-        self._fit(gradients)
+    def _add_gradients(self, current: Step, gradients: Arrays) -> None:
+        self._fit_buffers(gradients)
         assert self._sums is not None
         self._sums.load(gradients, current.micro_batch_weight / current.global_batch_size, add=current.backwards > 1)
-        if self._squares is not None and is_halfway(current):
-            self._squares.halve(self._sums.views, current.weight)
+        if self._norms is not None and is_halfway(current):
+            self._norms.record_first_half(self._sums.views, current.weight)
 
-    def _sounding(self, current: Step) -> KerasGradientNorms | None:
+    def _fit_buffers(self, gradients: Arrays) -> None:
+        """Create the buffers again if some variables have no gradient, which is so on every member alike."""
+        if len(gradients) != len(self._gradient_specs):
+            self._gradient_specs = [ArraySpec(gradient.shape, gradient.dtype) for gradient in gradients]
+            self._sums = None
+        self._ensure_buffers()
+
+    def _ensure_buffers(self) -> None:
+        if self._sums is None:
+            tail = sum(int(np.prod(v.shape)) for v in (*self._statistics, *self._metric_variables))
+            self._sums = FlatBuffers(self._gradient_specs, tail)
+
+    def _emulate_slowdown(self, samples: int, last_samples: int) -> None:
+        """Wait as long as a slower machine would have computed, if one is emulated."""
+        if self._slowdown is not None:
+            self._slowdown.before_exchange(samples, last_samples)
+            self._slowdown.after_backward()
+
+    def _new_norms(self, current: Step) -> KerasGradientNorms | None:
         if not self.noise_sampler.due(current):
             return None
-        usual = expected(self._backend.optimizer, self._backend.read, range(len(self._likes)))
-        return KerasGradientNorms(usual) if usual is not None else None
+        sizes = expected_sizes(self._backend.optimizer, self._backend.read, range(len(self._gradient_specs)))
+        return KerasGradientNorms(sizes) if sizes is not None else None
+
+    # --- the exchange
 
     def _exchange(self, current: Step) -> bool:
-        """Sum what all have; False if the world broke over it."""
+        """Sum the buffers over all members; return False if the world broke meanwhile."""
         sums, exchange = self._sums, current.exchange
         assert sums is not None
         current.sending = True
         if current.empty:
             sums.clear()
-        if self._squares is not None:
-            self._squares.own(sums.views)
-        current.gradient_norms = self._squares
+        if self._norms is not None:
+            self._norms.record_local(sums.views)
+        current.gradient_norms = self._norms
         try:
             gathered = self._send_report(current)
             sums.send(exchange)
@@ -280,86 +298,108 @@ class KerasTrainer(Loop, TrainFunction):
             return False
         current.wait_s = time.perf_counter() - current.started_at - current.compute_s
         current.reduced = True
-        if self._squares is not None:
-            self._squares.everybody(sums.views)
+        if self._norms is not None:
+            self._norms.record_total(sums.views)
         return True
 
     def _fill_tail(self, current: Step, total: float) -> None:
-        """Our part of the mean of the layers' statistics, and what this step added to our metrics."""
+        """Write this member's part of the mean statistics, and the changes of its metrics, behind the gradients."""
         assert self._sums is not None
-        part, (statistics, meters) = current.weight / total if total else 0.0, self._now
-        changes = [one.astype(np.float64) - kept for one, kept in zip(meters, self._kept_meters, strict=True)]
+        part = current.weight / total if total else 0.0
+        changes = [
+            new.astype(np.float64) - committed
+            for new, committed in zip(self._new_metrics, self._committed_metrics, strict=True)
+        ]
         if not current.empty:
-            current.loss = loss_in(self._backend.model, self._meters, changes)
-        numbers = [part * one.astype(np.float64) for one in statistics]
-        numbers += [np.zeros_like(one) if current.empty else one for one in changes]
+            current.loss = summed_loss(self._backend.model, self._metric_variables, changes)
+        numbers = [part * values.astype(np.float64) for values in self._new_statistics]
+        numbers += [np.zeros_like(change) if current.empty else change for change in changes]
         if numbers:
-            np.concatenate([one.reshape(-1) for one in numbers], out=self._sums.tail)
+            np.concatenate([values.reshape(-1) for values in numbers], out=self._sums.tail)
 
-    def _take_over(self, current: Step) -> None:
-        """Everybody's statistics and metrics are ours."""
+    def _adopt_tail(self, current: Step) -> None:
+        """Take the mean statistics and the summed changes of metrics as the committed ones."""
         assert self._sums is not None
-        rest = self._sums.tail
-        if any(p.weight for p in current.reports):
-            self._kept_statistics = _received(self._kept_statistics, rest)
-            rest = rest[sum(one.size for one in self._kept_statistics) :]
-            added = _received(self._kept_meters, rest)
-            self._kept_meters = [(a + b).astype(a.dtype) for a, b in zip(self._kept_meters, added, strict=True)]
+        tail = self._sums.tail
+        if any(report.weight for report in current.reports):
+            self._committed_statistics = _unflatten(self._committed_statistics, tail)
+            tail = tail[sum(values.size for values in self._committed_statistics) :]
+            changes = _unflatten(self._committed_metrics, tail)
+            self._committed_metrics = [
+                (committed + change).astype(committed.dtype)
+                for committed, change in zip(self._committed_metrics, changes, strict=True)
+            ]
+
+    @contextmanager
+    def _scaled_learning_rate(self, current: Step) -> Iterator[None]:
+        """Multiply the learning rate by the gain of this step's batch over the configured one, inside the block."""
+        gain = self.auto.lr_gain_at(current.number) if self.auto is not None else 1.0
+        if gain == 1.0:
+            yield
+            return
+        rate = getattr(self._backend.optimizer, "inner_optimizer", self._backend.optimizer)._learning_rate
+        before = self._backend.read(rate).copy()
+        rate.assign(before * gain)
+        try:
+            yield
+        finally:
+            rate.assign(before)
 
 
 class KerasLoopTrainer(KerasTrainer):
-    """For a loop of the script's own, which computes gradients and hands them to its optimizer; metrics are its own."""
+    """Trainer under a script's own loop, which computes gradients, applies its optimizer and keeps its own metrics."""
 
     def __init__(
         self, session: Session | StandaloneSession, training_state: TrainingState, backend: KerasBackend
     ) -> None:
         super().__init__(session, training_state, backend)
         del training_state.parts["metrics"]
-        self._applied: Step | None = None
+        self._applied_step: Step | None = None
 
-    def take(self, gradients: list[Any], variables: list[Any] | None) -> None:
-        """What the optimizer was asked to apply."""
-        self._backend.take(self._given, gradients, variables)
+    def on_apply(self, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Handle a call of `optimizer.apply`."""
+        self._backend.sum_and_apply(self._sum_loop_gradients, gradients, variables)
 
-    def _start_loop(self, feed: Feed) -> bool:
-        on_cpu = super()._start_loop(feed)
-        self._meters, self._kept_meters, self._sums = [], [], None
-        self._set_up()
-        return on_cpu
-
-    def law(self, asked: Literal["auto"] | LrScaling) -> LrScaling:  # noqa: ARG002
+    def lr_scaling(self, setting: Literal["auto"] | LrScaling) -> LrScaling:  # noqa: ARG002
         raise UnusableModel(
             "batch=auto cannot be used with a loop of your own", do="use model.fit, or pass a number as batch"
         )
 
-    def _given(self, gradients: Arrays) -> Arrays | None:
+    def _start_loop(self, feed: Feed) -> bool:
+        on_cpu = super()._start_loop(feed)
+        self._metric_variables, self._committed_metrics, self._sums = [], [], None
+        self._ensure_buffers()
+        return on_cpu
+
+    def _sum_loop_gradients(self, gradients: Arrays) -> Arrays | None:
         current = self.current
         if current is None or current.committed or current.backwards > current.index:
             raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
-        found = self._summed(current, gradients, ([self._backend.read(v) for v in self._statistics], []))
-        self._applied = current if found is not None else None
-        return found
+        statistics = [self._backend.read(v) for v in self._statistics]
+        sums = self._sum_gradients(current, gradients, statistics, [])
+        self._applied_step = current if sums is not None else None
+        return sums
 
     def _check_micro_batch(self, current: Step, number: int) -> None:
         if current.backwards <= number:
             raise UnusableModel(
                 f"step {current.number} ended without optimizer.apply", do="apply the optimizer once for each batch"
             )
-        # Only now is the optimizer surely done.
-        self._done(current)
+        # Not before: inside a tf.function the optimizer may run after `on_apply` has returned.
+        self._finish_micro_batch(current)
 
-    def _done(self, current: Step) -> None:
-        """The optimizer has applied what it was given of a piece, if anything."""
-        if self._applied is current:
-            self._take_over(current)
-            self._put_statistics()
+    def _finish_micro_batch(self, current: Step) -> None:
+        """Commit the step if the optimizer has applied its gradients."""
+        if self._applied_step is current:
+            self._adopt_tail(current)
+            self._restore_statistics()
             self._commit(current)
 
 
-def _received(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Arrays:
-    """The next numbers of a flat array, in the shapes and types of others."""
-    found, start = [], 0
+def _unflatten(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Arrays:
+    """Return the first numbers of a flat array as arrays with the shapes and types of `likes`."""
+    arrays, start = [], 0
     for like in likes:
-        found.append(flat[start : start + like.size].reshape(like.shape).astype(like.dtype))
+        arrays.append(flat[start : start + like.size].reshape(like.shape).astype(like.dtype))
         start += like.size
-    return found
+    return arrays

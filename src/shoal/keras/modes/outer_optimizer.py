@@ -1,6 +1,4 @@
-"""The outer step of local training with Keras, in NumPy: see `shoal.torch.modes.outer_optimizer`, which says what it
-does.
-"""
+"""Outer optimizer of local SGD with Keras, in NumPy; `shoal.torch.modes.outer_optimizer` explains the method."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Read = Callable[[Any], NDArray[Any]]
 
 
 class Velocity:
-    """What the outer momentum holds of one variable; it is handed over as variables are."""
+    """Outer momentum of one variable; it has the interface of a variable, and is transferred as one."""
 
     def __init__(self, path: str, like: ArraySpec) -> None:
         self.path, self.shape, self.dtype = path, like.shape, like.dtype
@@ -27,43 +25,43 @@ class Velocity:
 
 
 class KerasOuterOptimizer:
-    """The outer optimizer of these variables; all members hold the same momentum."""
+    """SGD with Nesterov momentum on the averaged changes of a round; the momentum is the same on all members."""
 
     def __init__(self, lr: float, momentum: float, variables: Sequence[Any]) -> None:
         self._lr, self._momentum = lr, momentum
         self.velocities = [Velocity(v.path, ArraySpec(v.shape, str(v.dtype))) for v in variables] if momentum else []
 
     def step(self, changes: Sequence[NDArray[Any]], start: Sequence[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-        """The new value of each variable: where it started, plus the step; `changes` are used up."""
+        """Yield the new value of each variable, computed from its `start`; `changes` are overwritten."""
         for number, (change, value) in enumerate(zip(changes, start, strict=True)):
-            kind = change.dtype.type
+            scalar = change.dtype.type
             if self._momentum:
                 velocity = self.velocities[number].value
-                velocity *= kind(self._momentum)
+                velocity *= scalar(self._momentum)
                 velocity += change
-                change += kind(self._momentum) * velocity
+                change += scalar(self._momentum) * velocity
             if self._lr != 1.0:
-                change *= kind(self._lr)
+                change *= scalar(self._lr)
             change += value
             yield change.astype(value.dtype, copy=False)
 
 
 class KerasRoundStart:
-    """What variables held when a round began: copies, so that a round that does not commit leaves no trace."""
+    """Copies of variables as they were at the start of a round, so that an uncommitted round can be undone."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._variables: list[Any] = []
         self.values: list[NDArray[Any]] = []
 
-    def keep(self, variables: Sequence[Any]) -> None:
-        """Remember them as they are now; memory of the round before is used again."""
-        before = self.values if len(self.values) == len(variables) else [None] * len(variables)
+    def record(self, variables: Sequence[Any]) -> None:
+        """Copy the variables' current values, into the memory of the previous round if it fits."""
+        previous = self.values if len(self.values) == len(variables) else [None] * len(variables)
         self._variables = list(variables)
-        self.values = [_copied(self._read(v), into) for v, into in zip(variables, before, strict=True)]
+        self.values = [_copied(self._read(v), into) for v, into in zip(variables, previous, strict=True)]
 
-    def put_back(self) -> None:
-        """Make everything what it was."""
+    def restore(self) -> None:
+        """Assign the recorded values."""
         for variable, value in zip(self._variables, self.values, strict=True):
             variable.assign(value)
 

@@ -1,8 +1,11 @@
-"""The training loop of Keras underneath a run whose parameters are held by servers (see
-`shoal.worker.parameter_server.ticket_loop`).
+"""Training loop of Keras models whose parameters are on servers (see `shoal.worker.parameter_server.ticket_loop`).
 
-Each call of the model's train function does one ticket. The optimizer works on the servers, on a copy of its own for
-each shard; what callbacks make of the learning rate goes there with every gradient. Metrics are each member's own.
+Every call of the train function is one ticket. Optimizers run on the servers, one copy for each shard; a learning rate
+set by callbacks goes there with every gradient. Metrics are each member's own.
+
+A member that joins pulls the learning rate with the variables, together with the step it belongs to. Its own callbacks
+may already have changed the rate for an epoch that other members began before: until a ticket of a later epoch comes,
+the pulled rate is set again at the start of each ticket.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import UnusableModel
 from shoal.keras.backends.base import Arrays, KerasBackend, Logs
 from shoal.keras.fit.train_function import TrainFunction
-from shoal.keras.fit.variables import kept_of, loss_in, reseed, seeds_of
+from shoal.keras.fit.variables import layer_state, reseed, seed_variables, summed_loss
 from shoal.keras.modes.every_step import KerasTrainer
-from shoal.keras.modes.server_shard import KerasShardLayout, KerasShardStore, gradients_of, take_over
-from shoal.keras.modes.shard_optimizer import averages_of, refused
+from shoal.keras.modes.server_shard import KerasShardLayout, KerasShardStore, encode_push, load_pulled
+from shoal.keras.modes.shard_optimizer import moving_averages, unsupported_feature
 from shoal.worker.data.feed import Feed
 from shoal.worker.parameter_server.rpc import Raw
 from shoal.worker.parameter_server.served_session import ServedSession
@@ -34,35 +37,36 @@ from shoal.worker.training.training_state import TrainingState
 
 
 class KerasServedTrainer(TicketLoop, TrainFunction):
-    """Computes the gradients of one model, ticket by ticket; what `shoal.keras.modes.every_step` is with `--sync
-    step`.
-    """
+    """Computes the gradients of one model, ticket by ticket, and pushes them to the servers."""
 
     def __init__(self, session: ServedSession, training_state: TrainingState, backend: KerasBackend) -> None:
         super().__init__(session, training_state)
-        needs_all = refused(backend.optimizer)
-        if needs_all is not None:
-            raise self.unsupported(*needs_all)
+        unsupported = unsupported_feature(backend.optimizer)
+        if unsupported is not None:
+            raise self.unsupported(*unsupported)
         self.auto: AutoBatch | None = None
         self.noise_sampler = NoiseSampler(0)
         self.epoch_of: Callable[[int], int] = lambda _step: 0
         self._backend = backend
-        self._seeds, self._kept = seeds_of(backend.model), kept_of(backend.model)
+        self._seed_variables, self._layer_state = seed_variables(backend.model), layer_state(backend.model)
         self._layout: KerasShardLayout | None = None
-        # The gradients of the pieces of a ticket, times their samples, by the ids of variables.
+        # Gradients of a ticket's micro-batches times their samples, by the id of the variable.
         self._sums: dict[int, NDArray[Any]] = {}
-        # What layers hold before a ticket and after it, and what metrics hold before it.
-        self._before: Arrays = []
-        self._after: Arrays = []
-        self._counted: Arrays = []
-        self._keys: dict[int, tuple[int, Any]] = {}
-        self._first_rate: tuple[float, int] | None = None
-        self._came_in = False
+        # Layer state before and after a ticket, and the metric variables before it.
+        self._state_before: Arrays = []
+        self._state_after: Arrays = []
+        self._metrics_before: Arrays = []
+        # The id and type of a model's variable, by its own id and that of its backend's tensor.
+        self._variable_keys: dict[int, tuple[int, Any]] = {}
+        # The learning rate that this member pulled before its first ticket, and the step that it belongs to.
+        self._pulled_rate: tuple[float, int] | None = None
+        self._has_started = False
 
-    # --- what the train function asks
+    # --- called around fit
 
     def begin(self, feed: Feed, identity: str, seed: int) -> None:
-        self._backend.statistics, self._backend.meters = self._kept, list(self._meters())
+        self._backend.statistics = self._layer_state
+        self._backend.metric_variables = list(self._metric_variables())
         super().begin(feed, identity, seed)
 
     @property
@@ -70,18 +74,18 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
         return self.current.granted.ticket.step if self.current is not None else None
 
     @property
-    def entered(self) -> int:
-        """The step after that which this member begins with."""
+    def entry_step(self) -> int:
+        """The step after that of this member's first ticket."""
         return self.current.granted.ticket.step + 1 if self.current is not None else self._session.step or 0
 
-    def missed(self, inside: bool) -> Logs | None:  # noqa: ARG002
-        """What the metrics say of an epoch if no ticket of it comes here: nothing, which is not the 0 of Keras."""
-        return dict.fromkeys(self._backend.results(), math.nan)
+    def enter_epoch(self, partly_done: bool) -> Logs | None:  # noqa: ARG002
+        """Return NaN for every metric: the result if this member gets no ticket of the epoch; Keras would report 0."""
+        return dict.fromkeys(self._backend.metric_results(), math.nan)
 
-    def law(self, asked: Literal["auto"] | LrScaling) -> LrScaling:  # noqa: ARG002
-        raise self.unsupported("a global batch that is chosen while training", "pass a number as batch")
+    def lr_scaling(self, setting: Literal["auto"] | LrScaling) -> LrScaling:  # noqa: ARG002
+        raise self.unsupported("batch=auto", "pass a number as batch")
 
-    # --- what the loop asks
+    # --- hooks of the ticket loop
 
     def _shard_store(self, order: SampleOrder, parts: int) -> KerasShardStore:
         return KerasShardStore(self._backend, order, parts)
@@ -89,24 +93,24 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
     def _assign_parts(self, parts: int) -> None:
         self._layout = KerasShardLayout(self._backend.model, self._backend.read, parts)
 
-    def _pull(self, life: int) -> None:
-        super()._pull(life)
+    def _pull(self, generation: int) -> None:
+        super()._pull(generation)
         if self._versions:
-            # For schedules that are shown, and for models that look at it.
+            # For schedules whose rate is shown, and for models that read the iterations.
             self._backend.optimizer._iterations.assign(min(self._versions.values()))
 
     def _load_part(self, part: int, body: memoryview) -> None:
         layout, optimizer = self._layout, self._backend.optimizer
         assert layout is not None
-        rate, step = take_over(layout, part, averages_of(optimizer, layout.trained[part]), body)
-        if self._rate is not None and not self._came_in and not math.isnan(rate):
-            # Others have trained before: whatever their callbacks made of the rate stands.
-            self._first_rate = rate, step
+        rate, step = load_pulled(layout, part, moving_averages(optimizer, layout.trained[part]), body)
+        if self._learning_rate is not None and not self._has_started and not math.isnan(rate):
+            # The callbacks of earlier members have set this rate.
+            self._pulled_rate = rate, step
             optimizer.learning_rate = rate
 
     @property
-    def _rate(self) -> float | None:
-        """The learning rate, if it is not a schedule's."""
+    def _learning_rate(self) -> float | None:
+        """The learning rate; None if a schedule computes it."""
         optimizer = self._backend.optimizer
         settable = hasattr(optimizer._learning_rate, "assign")
         return float(self._backend.read(optimizer._learning_rate)) if settable else None
@@ -115,114 +119,123 @@ class KerasServedTrainer(TicketLoop, TrainFunction):
         layout, weight = self._layout, current.weight
         assert layout is not None
         means = (
-            self._sums if len(current.micro_batches) == 1 else {key: one / weight for key, one in self._sums.items()}
+            self._sums
+            if len(current.micro_batches) == 1
+            else {key: total / weight for key, total in self._sums.items()}
         )
-        typed = {key: one.astype(self._keys[key][1], copy=False) for key, one in means.items()}
-        how = (weight, current.granted.ticket.step, self._rate)
-        return {part: gradients_of(layout, part, typed, self._after, how) for part in layout.parts}
+        typed = {key: mean.astype(self._variable_keys[key][1], copy=False) for key, mean in means.items()}
+        header = (weight, current.granted.ticket.step, self._learning_rate)
+        return {part: encode_push(layout, part, typed, self._state_after, header) for part in layout.parts}
 
     def _seed(self, seed: int) -> None:
         self._backend.seed(seed)
-        reseed(self._seeds, seed)
-        self._before, self._counted = [self._backend.read(v).copy() for v in self._kept], []
+        reseed(self._seed_variables, seed)
+        self._state_before = [self._backend.read(v).copy() for v in self._layer_state]
+        self._metrics_before = []
 
     def _check_micro_batch(self, current: TicketStep, number: int) -> None:
-        """The loop's body is ours."""
+        """Accept every micro-batch: the loop body is not the script's."""
 
     def _end_ticket(self, current: TicketStep) -> None:
         if current.abandoned:
-            for some, values in ((self._kept, self._before), (self._backend.meters, self._counted)):
-                for variable, value in zip(some, values, strict=False):
+            for variables, values in (
+                (self._layer_state, self._state_before),
+                (self._backend.metric_variables, self._metrics_before),
+            ):
+                for variable, value in zip(variables, values, strict=False):
                     variable.assign(value)
 
     # --- one ticket
 
-    def _meters(self) -> Sequence[Any]:
-        found: Sequence[Any] = self._backend.model.metrics_variables
-        return found
+    def _metric_variables(self) -> Sequence[Any]:
+        variables: Sequence[Any] = self._backend.model.metrics_variables
+        return variables
 
-    def _piece(self, batch: Any) -> Logs:
+    def _train_micro_batch(self, batch: Any) -> Logs:
         current, backend = self.current, self._backend
         assert current is not None
         if current.backwards == 0:
-            # What callbacks did since the ticket was granted, such as a validation, says nothing of our speed.
+            # The time that callbacks took since the ticket was granted, for a validation say, is not ours.
             current.started_at = time.perf_counter() - current.data_s
             self._open_ticket(current)
         try:
-            computed = backend.compute(batch)
+            result = backend.compute(batch)
         except Exception as error:
             if not backend.is_out_of_memory(error):
                 raise
             self.on_out_of_memory(error)
             return {}
-        self._counted = self._counted or computed.before
-        changes = [after.astype(np.float64) - one for after, one in zip(computed.after, computed.before, strict=True)]
-        current.loss += loss_in(backend.model, backend.meters, changes)
-        self._add(current, computed.gradients, backend.trained)
+        self._metrics_before = self._metrics_before or result.metrics_before
+        changes = [
+            after.astype(np.float64) - before
+            for after, before in zip(result.metrics_after, result.metrics_before, strict=True)
+        ]
+        current.loss += summed_loss(backend.model, backend.metric_variables, changes)
+        self._add_gradients(current, result.gradients, backend.variables_with_gradient)
         if current.on_last_micro_batch:
-            self._after = computed.statistics
+            self._state_after = result.statistics
             self._push(current)
-        return computed.logs
+        return result.logs
 
     def _open_ticket(self, current: TicketStep) -> None:
-        self._sums, self._came_in = {}, True
-        if self._first_rate is not None:
-            rate, step = self._first_rate
+        self._sums, self._has_started = {}, True
+        if self._pulled_rate is not None:
+            rate, step = self._pulled_rate
             if self.epoch_of(step) >= self.epoch_of(current.granted.ticket.step):
-                # Callbacks have begun an epoch here that others had begun before.
+                # Our callbacks have begun an epoch that other members had begun before.
                 self._backend.optimizer.learning_rate = rate
             else:
-                self._first_rate = None
+                self._pulled_rate = None
 
-    def _add(self, current: TicketStep, gradients: Arrays, variables: Sequence[Any]) -> None:
+    def _add_gradients(self, current: TicketStep, gradients: Arrays, variables: Sequence[Any]) -> None:
         samples = current.micro_batches[current.index].samples
         current.backwards += 1
         current.weight += samples
         if current.on_last_micro_batch and self._slowdown is not None:
             self._slowdown.before_exchange(current.samples, samples)
             self._slowdown.after_backward()
-        alone = len(current.micro_batches) == 1
+        is_whole = len(current.micro_batches) == 1
         for variable, gradient in zip(variables, gradients, strict=True):
             key = self._key_of(variable)
-            weighed = gradient if alone else gradient.astype(self._keys[key][1]) * samples
-            self._sums[key] = weighed if key not in self._sums else self._sums[key] + weighed
+            weighted = gradient if is_whole else gradient.astype(self._variable_keys[key][1]) * samples
+            self._sums[key] = weighted if key not in self._sums else self._sums[key] + weighted
 
     def _key_of(self, variable: Any) -> int:
-        """The id of a variable of the model, which its train step may have named by what is inside."""
-        if not self._keys:
-            for one in self._backend.model.trainable_variables:
-                told = id(one), self._backend.read(one).dtype
-                self._keys[id(one)] = self._keys[id(one.value)] = told
-        if id(variable) not in self._keys:
+        """Return the id of the model's variable; a train step may name it by the backend's tensor inside."""
+        if not self._variable_keys:
+            for trained in self._backend.model.trainable_variables:
+                key = id(trained), self._backend.read(trained).dtype
+                self._variable_keys[id(trained)] = self._variable_keys[id(trained.value)] = key
+        if id(variable) not in self._variable_keys:
             name = getattr(variable, "path", None) or getattr(variable, "name", variable)
             raise UnusableModel(
-                f"{name} is trained, but is none of the model's trainable variables",
-                why="servers hold what the model says that it trains",
+                f"{name} is trained, but is not one of the model's trainable variables",
+                why="servers hold only the variables that the model lists",
                 do="make it part of the model, or use --sync step",
             )
-        return self._keys[id(variable)][0]
+        return self._variable_keys[id(variable)][0]
 
 
 class KerasServedLoop(KerasServedTrainer):
-    """For a loop of the script's own, which computes gradients and hands them to its optimizer; metrics are its own."""
+    """Served trainer under a script's own loop, which computes gradients and applies its optimizer to them."""
 
-    def take(self, gradients: list[Any], variables: list[Any] | None) -> None:
-        """What the optimizer was asked to apply."""
-        whole = variables or list(self._backend.model.trainable_variables)
-        trained = [v for v, one in zip(whole, gradients, strict=True) if one is not None]
-        self._backend.take(lambda arrays: self._given(arrays, trained), gradients, variables)
+    def on_apply(self, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Handle a call of `optimizer.apply`."""
+        listed = variables or list(self._backend.model.trainable_variables)
+        trained = [variable for variable, gradient in zip(listed, gradients, strict=True) if gradient is not None]
+        self._backend.sum_and_apply(lambda arrays: self._add_loop_gradients(arrays, trained), gradients, variables)
 
-    def _meters(self) -> Sequence[Any]:
+    def _metric_variables(self) -> Sequence[Any]:
         return []
 
-    def _given(self, gradients: Arrays, variables: Sequence[Any]) -> None:
-        """Nothing is applied here; it is pushed when the script asks for its next batch."""
+    def _add_loop_gradients(self, gradients: Arrays, variables: Sequence[Any]) -> None:
+        """Add gradients; they are pushed when the script asks for its next batch, and never applied here."""
         current = self.current
         if current is None or current.committed or current.backwards > current.index:
             raise UnusableModel("the optimizer was applied twice for one batch", do="apply it once for each batch")
         if current.backwards == 0:
             self._open_ticket(current)
-        self._add(current, [one.copy() for one in gradients], variables)
+        self._add_gradients(current, [gradient.copy() for gradient in gradients], variables)
 
     def _check_micro_batch(self, current: TicketStep, number: int) -> None:
         step = current.granted.ticket.step
@@ -231,7 +244,7 @@ class KerasServedLoop(KerasServedTrainer):
                 f"step {step} ended without optimizer.apply", do="apply the optimizer once for each batch"
             )
         if current.on_last_micro_batch:
-            self._after = [self._backend.read(v) for v in self._kept]
+            self._state_after = [self._backend.read(v) for v in self._layer_state]
             self._push(current)
 
 

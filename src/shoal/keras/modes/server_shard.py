@@ -1,7 +1,11 @@
-"""What a server does with the gradients of a Keras model: it sums them up, and steps shard by shard.
+"""Shard store of a Keras model: a server sums the gradients of trainers, and steps each of its shards.
 
-A step is due whenever a global batch's worth of samples has come in, whoever computed them: so the learning rate, the
-number of iterations and a schedule mean what they mean in any other mode. Each shard has an optimizer of its own.
+A step of a shard is due when the samples of a global batch have arrived, from any trainers: so the learning rate, the
+number of iterations and a schedule mean the same as in the other sync modes. Each shard has an optimizer of its own
+(see `shard_optimizer`), hence shards of one server may be at different steps.
+
+Layer state (moving means, counters) travels with the first shard. It cannot be summed: moving means go towards the
+value of each trainer by its part of a global batch, and counters take the largest value.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ from shoal.core import placement
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import StateMalformed, UnsupportedWithServers
 from shoal.keras.backends.base import Arrays, KerasBackend
-from shoal.keras.fit.variables import kept_of, weights_of
-from shoal.keras.modes.shard_optimizer import averages_of, copy_of
+from shoal.keras.fit.variables import layer_state, weight_ids
+from shoal.keras.modes.shard_optimizer import copy_optimizer, moving_averages
 from shoal.worker.parameter_server.rpc import MalformedFrame, Raw
 from shoal.worker.transport.snapshot import Bytes
 
@@ -28,9 +32,9 @@ Read = Callable[[Any], NDArray[Any]]
 
 
 class KerasPushHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What the bytes of a push are: which of the shard's variables have a gradient, and what it counts for.
+    """Description of a pushed gradient: its weight, its step, and which variables of the shard are `present`.
 
-    `rate` is the learning rate that the trainer had set for it, at this step, if it is not a schedule's.
+    `rate` is the learning rate that the trainer had set at this step; None if a schedule computes it.
     """
 
     weight: float
@@ -40,16 +44,16 @@ class KerasPushHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KerasShardLayout:
-    """Which variables of a model are in which part; the same on every member."""
+    """Assignment of a model's variables to parts; the same on every member."""
 
     def __init__(self, model: Any, read: Read, parts: int) -> None:
         self._read = read
         self._likes: dict[int, NDArray[Any]] = {}
         trained = list(model.trainable_variables)
-        frozen = weights_of(model) - {id(v) for v in trained}
+        frozen = weight_ids(model) - {id(v) for v in trained}
         weights = [*trained, *(v for v in model.non_trainable_variables if id(v) in frozen)]
         sizes_bytes = [self.like(v).nbytes for v in weights]
-        self.kept = kept_of(model)
+        self.layer_state = layer_state(model)
         self.parts = {
             number: [weights[i] for i in indices]
             for number, indices in enumerate(placement.divide(sizes_bytes, parts - 1), start=1)
@@ -59,100 +63,106 @@ class KerasShardLayout:
         }
 
     def like(self, variable: Any) -> NDArray[Any]:
-        """An array of a variable's shape and type that takes no memory; to read the variable would take a copy."""
+        """Return an array of a variable's shape and type that takes no memory; reading the variable would copy it."""
         if id(variable) not in self._likes:
             self._likes[id(variable)] = np.broadcast_to(np.zeros((), self._read(variable).dtype), variable.shape)
         return self._likes[id(variable)]
 
-    def kept_in(self, part: int) -> list[Any]:
-        """The first shard carries along what layers keep."""
-        return self.kept if part == 1 else []
+    def layer_state_of(self, part: int) -> list[Any]:
+        """Return the layer state if this part carries it, which only the first one does."""
+        return self.layer_state if part == 1 else []
 
     def variables_of(self, part: int) -> list[Any]:
-        return [*self.parts[part], *self.kept_in(part)]
+        return [*self.parts[part], *self.layer_state_of(part)]
 
 
 class _KerasShardState:
-    """How far one shard is, and what it steps with."""
+    """Progress of one shard: its optimizer, its sums of gradients, and how many samples and steps they cover.
 
-    def __init__(self, layout: KerasShardLayout, part: int, script: Any, backend: KerasBackend) -> None:
+    `rate` is the newest learning rate that a trainer has sent, and `rate_step` the step it was sent with.
+    """
+
+    def __init__(self, layout: KerasShardLayout, part: int, optimizer: Any, backend: KerasBackend) -> None:
         self.trained, self._like = layout.trained[part], layout.like
         self.sums: list[NDArray[Any] | None] = [None] * len(self.trained)
         self.weight = 0.0
         self.samples = 0
         self.steps = 0
         self.rate: float | None = None
-        self.newest = -1
-        self.optimizer = copy_of(script, self.trained) if self.trained else None
+        self.rate_step = -1
+        self.optimizer = copy_optimizer(optimizer, self.trained) if self.trained else None
         self._backend = backend
         self._appliers: dict[tuple[bool, ...], Callable[[Arrays], None]] = {}
 
-    def state(self) -> list[Any]:
-        """The variables of its optimizer."""
+    def optimizer_variables(self) -> list[Any]:
         return list(self.optimizer.variables) if self.optimizer is not None else []
 
     def averages(self) -> list[Any]:
-        return averages_of(self.optimizer, self.trained) if self.optimizer is not None else []
+        return moving_averages(self.optimizer, self.trained) if self.optimizer is not None else []
 
     def add(self, index: int, gradient: NDArray[Any], weight: float) -> None:
-        exact = _exact(gradient)
-        known = self.sums[index]
-        if known is None:
-            self.sums[index] = gradient.astype(exact) * exact(weight)
+        """Add a weighted gradient of one variable."""
+        dtype = _sum_dtype(gradient)
+        total = self.sums[index]
+        if total is None:
+            self.sums[index] = gradient.astype(dtype) * dtype(weight)
         else:
-            known += gradient.astype(exact) * exact(weight)
+            total += gradient.astype(dtype) * dtype(weight)
 
     def set_rate(self, rate: float | None, step: int) -> None:
-        """What callbacks of trainers make of the learning rate: that of the newest ticket counts."""
-        if rate is not None and step >= self.newest:
-            self.rate, self.newest = rate, step
+        """Take the learning rate of a trainer, unless one of a later step is known."""
+        if rate is not None and step >= self.rate_step:
+            self.rate, self.rate_step = rate, step
 
     def step(self, due: int) -> None:
-        """One step with all that has come in; a ticket that completes two short batches counts as both."""
-        present = tuple(one is not None for one in self.sums)
+        """Do one optimizer step with all gradients received; it counts as `due` steps.
+
+        That is more than one if a single ticket completes several short batches.
+        """
+        present = tuple(total is not None for total in self.sums)
         if self.optimizer is not None and any(present) and self.weight > 0:
             if self.rate is not None:
                 self.optimizer.learning_rate = self.rate
             self.optimizer._iterations.assign(self.steps)
             gradients = [
-                (one / one.dtype.type(self.weight)).astype(self._like(v).dtype, copy=False)
-                for v, one in zip(self.trained, self.sums, strict=True)
-                if one is not None
+                (total / total.dtype.type(self.weight)).astype(self._like(v).dtype, copy=False)
+                for v, total in zip(self.trained, self.sums, strict=True)
+                if total is not None
             ]
             self._applier(present)(gradients)
         self.sums, self.weight = [None] * len(self.trained), 0.0
         self.steps += due
 
     def _applier(self, present: tuple[bool, ...]) -> Callable[[Arrays], None]:
-        """Made once for each set of variables that have gradients, which hardly ever changes."""
+        """Return the cached function for a set of variables that have gradients; the set hardly ever changes."""
         if present not in self._appliers:
-            wanted = [v for v, there in zip(self.trained, present, strict=True) if there]
-            self._appliers[present] = self._backend.applier(self.optimizer, wanted)
+            variables = [v for v, is_present in zip(self.trained, present, strict=True) if is_present]
+            self._appliers[present] = self._backend.make_applier(self.optimizer, variables)
         return self._appliers[present]
 
 
 class _SavedShard(msgspec.Struct, array_like=True):
-    """What of a lane is not an array; `sums` are those of its variables that a sum follows for."""
+    """Fields of a shard's state that are not arrays; `present` says which of its variables have a sum."""
 
     weight: float
     samples: int
     steps: int
     rate: float | None
-    newest: int
-    sums: list[bool]
+    rate_step: int
+    present: list[bool]
 
 
 class KerasShardStore:
-    """The shards of a model on one server."""
+    """The shards of a model on one server; implements `ShardStore`."""
 
     def __init__(self, backend: KerasBackend, order: SampleOrder, parts: int) -> None:
         self.layout = KerasShardLayout(backend.model, backend.read, parts)
         self._backend, self._order = backend, order
         self._lock = threading.RLock()
-        self._built = {part: self._values(self.layout.variables_of(part)) for part in self.layout.parts}
-        self._lanes = {part: self._new_lane(part) for part in self.layout.parts}
+        self._initial_values = {part: self._values(self.layout.variables_of(part)) for part in self.layout.parts}
+        self._shards = {part: self._new_shard(part) for part in self.layout.parts}
 
-    def _new_lane(self, part: int) -> _KerasShardState:
+    def _new_shard(self, part: int) -> _KerasShardState:
         return _KerasShardState(self.layout, part, self._backend.optimizer, self._backend)
 
     def _values(self, variables: Sequence[Any]) -> Arrays:
@@ -161,107 +171,111 @@ class KerasShardStore:
     # --- gradients
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
-        told = msgspec.msgpack.decode(how, type=KerasPushHeader)
+        header = msgspec.msgpack.decode(how, type=KerasPushHeader)
         with self._lock:
-            lane, kept = self._lanes[part], self.layout.kept_in(part)
-            places = [index for index, there in enumerate(told.present) if there]
-            likes = [self.layout.like(v) for v in (*(lane.trained[index] for index in places), *kept)]
-            pieces = arrays_of(body, likes)
-            for index, gradient in zip(places, pieces[: len(places)], strict=True):
-                lane.add(index, gradient, told.weight)
-            fraction = min(1.0, samples / self._order.size_of(told.step))
-            for variable, pushed in zip(kept, pieces[len(places) :], strict=True):
+            shard, state_variables = self._shards[part], self.layout.layer_state_of(part)
+            indices = [index for index, is_present in enumerate(header.present) if is_present]
+            likes = [self.layout.like(v) for v in (*(shard.trained[index] for index in indices), *state_variables)]
+            arrays = split_arrays(body, likes)
+            for index, gradient in zip(indices, arrays[: len(indices)], strict=True):
+                shard.add(index, gradient, header.weight)
+            fraction = min(1.0, samples / self._order.size_of(header.step))
+            for variable, pushed in zip(state_variables, arrays[len(indices) :], strict=True):
                 variable.assign(_blended(self._backend.read(variable), pushed, fraction))
-            lane.weight += told.weight
-            lane.samples += samples
-            lane.set_rate(told.rate, told.step)
-            due = self._order.steps_within(lane.samples) - lane.steps
+            shard.weight += header.weight
+            shard.samples += samples
+            shard.set_rate(header.rate, header.step)
+            due = self._order.steps_within(shard.samples) - shard.steps
             if due > 0:
-                self._step(lane, due)
+                self._step(shard, due)
 
-    def _step(self, lane: _KerasShardState, due: int) -> None:
+    def _step(self, shard: _KerasShardState, due: int) -> None:
         try:
-            lane.step(due)
+            shard.step(due)
         except Exception as error:
-            kind = type(lane.optimizer).__name__
+            optimizer = type(shard.optimizer).__name__
             raise UnsupportedWithServers(
-                f"{kind} cannot step with a part of the model: {type(error).__name__}: {error}",
-                why="servers have the gradients of their own variables only",
-                do="use an optimizer that changes each variable for itself, or --sync step",
+                f"{optimizer} failed on a shard of the model — {type(error).__name__}: {error}",
+                why="a server has only the gradients of its own variables",
+                do="use an optimizer that updates each variable by itself, or --sync step",
             ) from error
 
     # --- reading
 
     def version(self, part: int) -> int:
-        return self._lanes[part].steps
+        return self._shards[part].steps
 
     def parameters(self, part: int) -> list[Bytes]:
-        """The variables of a part, their moving averages, and the learning rate with the step that it is of."""
+        """Return copies of a part's variables and moving averages, then its learning rate with that rate's step."""
         with self._lock:
-            lane = self._lanes[part]
-            values = self._values([*self.layout.variables_of(part), *lane.averages()])
-            rate = np.array([math.nan if lane.rate is None else lane.rate, lane.newest])
-            return [as_bytes(one) for one in (*values, rate)]
+            shard = self._shards[part]
+            values = self._values([*self.layout.variables_of(part), *shard.averages()])
+            rate = np.array([math.nan if shard.rate is None else shard.rate, shard.rate_step])
+            return [as_bytes(array) for array in (*values, rate)]
 
-    # --- handing over
+    # --- transfer
 
     def capture(self, part: int) -> tuple[bytes, list[Bytes]]:
         with self._lock:
-            lane = self._lanes[part]
-            values = self._values([*self.layout.variables_of(part), *lane.state()])
-            sums = [one.copy() for one in lane.sums if one is not None]
-            there = [one is not None for one in lane.sums]
-            saved = _SavedShard(lane.weight, lane.samples, lane.steps, lane.rate, lane.newest, there)
-            return msgspec.msgpack.encode(saved), [as_bytes(one) for one in (*values, *sums)]
+            shard = self._shards[part]
+            values = self._values([*self.layout.variables_of(part), *shard.optimizer_variables()])
+            sums = [total.copy() for total in shard.sums if total is not None]
+            present = [total is not None for total in shard.sums]
+            saved = _SavedShard(shard.weight, shard.samples, shard.steps, shard.rate, shard.rate_step, present)
+            return msgspec.msgpack.encode(saved), [as_bytes(array) for array in (*values, *sums)]
 
     def install(self, part: int, header: bytes, buffers: Sequence[Raw]) -> None:
         saved = msgspec.msgpack.decode(header, type=_SavedShard)
         with self._lock:
-            lane = self._new_lane(part)
-            variables = [*self.layout.variables_of(part), *lane.state()]
-            likes = [*map(self.layout.like, self.layout.variables_of(part)), *map(self._backend.read, lane.state())]
-            wanted = [self.layout.like(v) for v, there in zip(lane.trained, saved.sums, strict=True) if there]
-            likes += [np.broadcast_to(np.zeros((), _exact(one)), one.shape) for one in wanted]
-            if [len(one) for one in buffers] != [one.nbytes for one in likes]:
+            shard = self._new_shard(part)
+            own, optimizer = self.layout.variables_of(part), shard.optimizer_variables()
+            likes = [*map(self.layout.like, own), *map(self._backend.read, optimizer)]
+            summed = [self.layout.like(v) for v, present in zip(shard.trained, saved.present, strict=True) if present]
+            likes += [np.broadcast_to(np.zeros((), _sum_dtype(like)), like.shape) for like in summed]
+            if [len(buffer) for buffer in buffers] != [like.nbytes for like in likes]:
                 raise StateMalformed(
-                    f"the state of shard {part} is not that of this model",
-                    do="run the same script everywhere, and go on with what the run was begun with",
+                    f"the state of shard {part} does not fit this model",
+                    do="run the same script on every member, and resume with the script the run was started with",
                 )
-            values = [_array(one, like) for one, like in zip(buffers, likes, strict=True)]
+            values = [_array(buffer, like) for buffer, like in zip(buffers, likes, strict=True)]
+            variables = [*own, *optimizer]
             for variable, value in zip(variables, values[: len(variables)], strict=True):
                 variable.assign(value)
             sums = iter(values[len(variables) :])
-            lane.sums = [next(sums).copy() if there else None for there in saved.sums]
-            lane.weight, lane.samples, lane.steps = saved.weight, saved.samples, saved.steps
-            lane.rate, lane.newest = saved.rate, saved.newest
-            self._lanes[part] = lane
+            shard.sums = [next(sums).copy() if present else None for present in saved.present]
+            shard.weight, shard.samples, shard.steps = saved.weight, saved.samples, saved.steps
+            shard.rate, shard.rate_step = saved.rate, saved.rate_step
+            self._shards[part] = shard
 
     def reset(self, part: int) -> None:
         with self._lock:
-            for variable, built in zip(self.layout.variables_of(part), self._built[part], strict=True):
-                variable.assign(built)
-            self._lanes[part] = self._new_lane(part)
+            for variable, value in zip(self.layout.variables_of(part), self._initial_values[part], strict=True):
+                variable.assign(value)
+            self._shards[part] = self._new_shard(part)
 
 
-def gradients_of(
+def encode_push(
     layout: KerasShardLayout,
     part: int,
     gradients: dict[int, NDArray[Any]],
-    kept: Arrays,
-    how: tuple[float, int, float | None],
+    state: Arrays,
+    header: tuple[float, int, float | None],
 ) -> tuple[bytes, list[Bytes]]:
-    """What a trainer pushes to one part: of its gradients, by the ids of variables, and of what its layers keep."""
+    """Return a trainer's push to one part: an encoded header and the bytes of gradients and layer state.
+
+    `gradients` are by the ids of variables; `header` is the weight, the step and the learning rate.
+    """
     trained = layout.trained[part]
     present = [id(v) in gradients for v in trained]
-    arrays = [gradients[id(v)] for v, there in zip(trained, present, strict=True) if there]
-    arrays += kept if layout.kept_in(part) else []
-    return msgspec.msgpack.encode(KerasPushHeader(*how, present)), [as_bytes(one) for one in arrays]
+    arrays = [gradients[id(v)] for v, is_present in zip(trained, present, strict=True) if is_present]
+    arrays += state if layout.layer_state_of(part) else []
+    return msgspec.msgpack.encode(KerasPushHeader(*header, present)), [as_bytes(array) for array in arrays]
 
 
-def take_over(layout: KerasShardLayout, part: int, averages: Sequence[Any], body: memoryview) -> tuple[float, int]:
-    """Write pulled variables into a trainer's model; the learning rate that came along, and the step that it is of."""
+def load_pulled(layout: KerasShardLayout, part: int, averages: Sequence[Any], body: memoryview) -> tuple[float, int]:
+    """Assign pulled variables to a trainer's model; return the learning rate that came with them, and its step."""
     variables = [*layout.variables_of(part), *averages]
-    *values, rate = arrays_of(body, [*map(layout.like, variables), np.zeros(2)])
+    *values, rate = split_arrays(body, [*map(layout.like, variables), np.zeros(2)])
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
     return float(rate[0]), int(rate[1])
@@ -271,34 +285,35 @@ def as_bytes(array: NDArray[Any]) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def arrays_of(body: memoryview, likes: Sequence[NDArray[Any]]) -> Arrays:
-    """Arrays like others, over bytes that follow each other without gaps."""
-    if len(body) != sum(one.nbytes for one in likes):
-        raise MalformedFrame("the bytes of a gradient are not those of the model")
-    found, start = [], 0
+def split_arrays(body: memoryview, likes: Sequence[NDArray[Any]]) -> Arrays:
+    """Return contiguous bytes as arrays with the shapes and types of `likes`; raise MalformedFrame on another size."""
+    expected_bytes = sum(like.nbytes for like in likes)
+    if len(body) != expected_bytes:
+        raise MalformedFrame(f"gradient does not fit the model — expected {expected_bytes} bytes, got {len(body)}")
+    arrays, start = [], 0
     for like in likes:
-        found.append(_array(body[start : start + like.nbytes], like))
+        arrays.append(_array(body[start : start + like.nbytes], like))
         start += like.nbytes
-    return found
+    return arrays
 
 
 def _array(raw: Raw, like: NDArray[Any]) -> NDArray[Any]:
-    # A copy, because the bytes may lie at any address.
+    # A copy, because the bytes may not be aligned.
     return np.array(np.frombuffer(raw, np.uint8)).view(like.dtype).reshape(like.shape)
 
 
-def _blended(now: NDArray[Any], pushed: NDArray[Any], fraction: float) -> NDArray[Any]:
-    """Statistics of layers move towards each trainer's by its part of a batch; counters follow the largest."""
-    if now.dtype.kind in "iu":
-        largest: NDArray[Any] = np.maximum(now, pushed)
+def _blended(current: NDArray[Any], pushed: NDArray[Any], fraction: float) -> NDArray[Any]:
+    """Return layer state moved by `fraction` towards the pushed value; of counters, the larger one."""
+    if current.dtype.kind in "iu":
+        largest: NDArray[Any] = np.maximum(current, pushed)
         return largest
-    if now.dtype.kind in "bcSU" or fraction == 1.0:
+    if current.dtype.kind in "bcSU" or fraction == 1.0:
         return pushed
-    before = now.astype(_exact(now))
-    found: NDArray[Any] = (before + (pushed - before) * before.dtype.type(fraction)).astype(now.dtype)
-    return found
+    before = current.astype(_sum_dtype(current))
+    blended: NDArray[Any] = (before + (pushed - before) * before.dtype.type(fraction)).astype(current.dtype)
+    return blended
 
 
-def _exact(like: NDArray[Any]) -> Any:
-    """Sums of half precision would lose more than they save."""
+def _sum_dtype(like: NDArray[Any]) -> Any:
+    """Return the type for sums of such arrays: at least single precision, since half precision loses too much."""
     return np.float64 if like.dtype == np.float64 else np.float32

@@ -1,7 +1,8 @@
-"""The state of a Keras training as a header and raw buffers, and back, without pickle.
+"""Encoding of the training state of a Keras run as a header and raw buffers, without pickle.
 
-A part is a list of variables, whose bytes become buffers, or anything with `state_dict` and `load_state_dict` of plain
-values, which become part of the header; arrays among them become buffers, too, and come before the variables.
+A part of the state is either a `VariableGroup`, whose variables become one buffer each, or any object with `state_dict`
+and `load_state_dict` of plain values, which go into the header. Arrays among the plain values become buffers too, and
+come before those of the variables; the header holds an extension code in their place.
 """
 
 from __future__ import annotations
@@ -18,116 +19,130 @@ from shoal.errors import ModelMismatch, StateMalformed
 Bytes: TypeAlias = NDArray[np.uint8]
 
 FORMAT = 1
-# What stands in the header for an array: which buffer it is, its type and its shape.
+# Code of the msgpack extension that stands for an array: the number of its buffer, its type and its shape.
 ARRAY = 1
+# Path, type and shape.
+VariableDescription: TypeAlias = tuple[str, str, list[int]]
 
 
 class VariableGroup:
-    """Variables that are handed over together; `read` gives the value of one, `list_` those that there are now."""
+    """Variables that are transferred together: `variables` lists them, `read` returns the value of one."""
 
-    def __init__(self, list_: Callable[[], Sequence[Any]], read: Callable[[Any], NDArray[Any]]) -> None:
-        self._list, self._read = list_, read
+    def __init__(self, variables: Callable[[], Sequence[Any]], read: Callable[[Any], NDArray[Any]]) -> None:
+        self._variables, self._read = variables, read
 
-    def described(self) -> list[tuple[str, str, list[int]]]:
-        return [(one.path, str(one.dtype), list(one.shape)) for one in self._list()]
+    def describe(self) -> list[VariableDescription]:
+        """Return the path, type and shape of each variable."""
+        return [(variable.path, str(variable.dtype), list(variable.shape)) for variable in self._variables()]
 
     def buffers(self) -> list[Bytes]:
-        return [_as_bytes(self._read(one)) for one in self._list()]
+        """Return the values as bytes."""
+        return [_as_bytes(self._read(variable)) for variable in self._variables()]
 
     def load(self, buffers: Sequence[Bytes]) -> None:
-        for one, raw in zip(self._list(), buffers, strict=True):
-            like = self._read(one)
-            one.assign(raw.view(like.dtype).reshape(like.shape))
+        """Assign the values that `buffers` returned elsewhere."""
+        for variable, raw in zip(self._variables(), buffers, strict=True):
+            like = self._read(variable)
+            variable.assign(raw.view(like.dtype).reshape(like.shape))
 
 
 class _KerasStateHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     format: int
-    variables: dict[str, list[tuple[str, str, list[int]]]]
+    variables: dict[str, list[VariableDescription]]
     plain: dict[str, Any]
 
 
 def capture(parts: Mapping[str, Any]) -> tuple[bytes, list[Bytes]]:
-    """The state of all parts; the buffers of variables are their memory, if that can be had."""
+    """Return the state of all parts; the buffers of variables may share the variables' memory."""
     arrays: list[Bytes] = []
 
-    def put(value: Any) -> Any:
+    def encode_array(value: Any) -> Any:
         if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-            raise TypeError(f"a {type(value).__name__} is none of the values that can be")
-        # A copy: the script may change it while others still read.
+            raise TypeError(f"values of type {type(value).__name__} are not supported")
+        # A copy: the script may change the array while other members still read.
         arrays.append(_as_bytes(value).copy())
         return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode((len(arrays) - 1, str(value.dtype), value.shape)))
 
-    held = {name: part for name, part in parts.items() if isinstance(part, VariableGroup)}
-    plain = {name: part.state_dict() for name, part in parts.items() if name not in held}
-    header = _KerasStateHeader(FORMAT, {name: part.described() for name, part in held.items()}, plain)
+    groups = _groups(parts)
+    plain = {name: part.state_dict() for name, part in parts.items() if name not in groups}
+    header = _KerasStateHeader(FORMAT, {name: group.describe() for name, group in groups.items()}, plain)
     try:
-        packed = msgspec.msgpack.encode(header, enc_hook=put)
+        packed = msgspec.msgpack.encode(header, enc_hook=encode_array)
     except (TypeError, OverflowError) as error:
         raise StateMalformed(
-            "a part of the state cannot be handed over",
+            "a part of the training state cannot be encoded",
             why=str(error),
             do="let run.state save numbers, strings, arrays, lists and dictionaries only",
         ) from error
-    return packed, arrays + [raw for part in held.values() for raw in part.buffers()]
+    return packed, arrays + [raw for group in groups.values() for raw in group.buffers()]
 
 
 def restore(parts: Mapping[str, Any], header: bytes, buffers: Sequence[Bytes]) -> None:
     """Load a captured state into the parts, after checking that all of it fits them."""
     arrays = 0
 
-    def get(_code: int, told: memoryview) -> NDArray[Any]:
+    def decode_array(_code: int, encoded: memoryview) -> NDArray[Any]:
         nonlocal arrays
         arrays += 1
-        number, kind, shape = msgspec.msgpack.decode(told, type=tuple[int, str, list[int]])
-        return buffers[number].view(kind).reshape(shape).copy()
+        number, dtype, shape = msgspec.msgpack.decode(encoded, type=tuple[int, str, list[int]])
+        return buffers[number].view(dtype).reshape(shape).copy()
 
     try:
-        found = msgspec.msgpack.decode(header, type=_KerasStateHeader, ext_hook=get)
+        saved = msgspec.msgpack.decode(header, type=_KerasStateHeader, ext_hook=decode_array)
     except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise StateMalformed("the header of a state cannot be read", why=str(error)) from error
-    if found.format != FORMAT:
+    if saved.format != FORMAT:
         raise StateMalformed(
-            f"a state has format {found.format}, but this version of Shoal reads {FORMAT}",
+            f"the state has format {saved.format}, but this version of Shoal reads {FORMAT}",
             do="install the same version of Shoal everywhere",
         )
-    held = {name: part for name, part in parts.items() if isinstance(part, VariableGroup)}
-    _check(found, parts, held, len(buffers) - arrays)
+    groups = _groups(parts)
+    _check(saved, parts, groups, len(buffers) - arrays)
     start = arrays
-    for name, part in held.items():
-        count = len(found.variables[name])
-        part.load(buffers[start : start + count])
+    for name, group in groups.items():
+        count = len(saved.variables[name])
+        group.load(buffers[start : start + count])
         start += count
-    for name, state in found.plain.items():
+    for name, state in saved.plain.items():
         parts[name].load_state_dict(state)
 
 
-def _check(found: _KerasStateHeader, parts: Mapping[str, Any], held: Mapping[str, VariableGroup], buffers: int) -> None:
-    there, here = found.variables.keys() | found.plain.keys(), parts.keys()
-    if there != here:
-        differ = ", ".join(sorted(there ^ here))
+def _groups(parts: Mapping[str, Any]) -> dict[str, VariableGroup]:
+    return {name: part for name, part in parts.items() if isinstance(part, VariableGroup)}
+
+
+def _check(
+    saved: _KerasStateHeader, parts: Mapping[str, Any], groups: Mapping[str, VariableGroup], buffers: int
+) -> None:
+    saved_names, own_names = saved.variables.keys() | saved.plain.keys(), parts.keys()
+    if saved_names != own_names:
         raise ModelMismatch(
-            "the state of the run does not have the parts that this member has",
-            why=f"only one of them has: {differ}",
+            "the state of the run has other parts than this member",
+            why=f"only one of them has {', '.join(sorted(saved_names ^ own_names))}",
             do="run the same script everywhere",
         )
-    for name, part in held.items():
-        # Paths tell which one differs, but are no part of what must agree: Keras numbers layers through.
-        theirs, ours = found.variables.get(name, []), part.described()
-        if [one[1:] for one in theirs] != [one[1:] for one in ours]:
+    for name, group in groups.items():
+        # Paths are only for the message and need not agree: Keras numbers layers per process.
+        saved_variables, own_variables = saved.variables.get(name, []), group.describe()
+        if [variable[1:] for variable in saved_variables] != [variable[1:] for variable in own_variables]:
             raise ModelMismatch(
-                f"the {name} of the run has other variables than that of this member",
-                why=_difference(theirs, ours),
+                f"the {name} of the run has other variables than the {name} of this member",
+                why=_difference(saved_variables, own_variables),
                 do="run the same script everywhere",
             )
-    if buffers != sum(map(len, found.variables.values())):
-        raise StateMalformed("the buffers of a state are not those that its header describes")
+    if buffers != sum(map(len, saved.variables.values())):
+        raise StateMalformed("the buffers of a state do not match its header")
 
 
-def _difference(theirs: Sequence[Any], ours: Sequence[Any]) -> str:
-    if len(theirs) != len(ours):
-        return f"it has {len(theirs)} variables there, and {len(ours)} here"
-    there, here = next((a, b) for a, b in zip(theirs, ours, strict=True) if a[1:] != b[1:])
-    return f"{here[0]} is {here[1]}{here[2]} here, but {there[0]} is {there[1]}{there[2]} there"
+def _difference(saved: Sequence[VariableDescription], own: Sequence[VariableDescription]) -> str:
+    if len(saved) != len(own):
+        return f"the run has {len(saved)} variables, this member has {len(own)}"
+    pairs = zip(saved, own, strict=True)
+    (saved_path, *saved_type), (own_path, *own_type) = next(pair for pair in pairs if pair[0][1:] != pair[1][1:])
+    return (
+        f"{own_path} is {own_type[0]}{own_type[1]} on this member, "
+        f"but {saved_path} is {saved_type[0]}{saved_type[1]} in the run"
+    )
 
 
 def _as_bytes(array: NDArray[Any]) -> Bytes:

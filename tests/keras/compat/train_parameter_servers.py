@@ -1,4 +1,4 @@
-"""A script that knows nothing of Shoal: ParameterServerStrategy, a loop of its own, checkpoints of its own."""
+"""Training script without Shoal: ParameterServerStrategy, its own loop and its own checkpoints."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def train(resolver, record) -> None:
         rounds.assign_add(1)
         checkpoints.save()
         record("round", round=number, loss=float(np.mean([loss.fetch() for loss in losses])))
-        # Not at its end before the test is done with it.
+        # Wait until the test releases it, so that training does not end too early.
         while number == 2 and (OUT / "hold").exists():
             time.sleep(0.05)
     print("trained with", len(resolver.cluster_spec().job_tasks("worker")), "workers", flush=True)

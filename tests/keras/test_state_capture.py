@@ -1,4 +1,4 @@
-"""A captured state is that of one step, whatever the next one does before it is committed."""
+"""A captured state stays that of its step while the next step computes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Capture(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         parts = shoal.join()._training_state.parts
         _, buffers = capture({name: parts[name] for name in ("model", "metrics")})
-        before = [one.copy() for one in buffers]
+        before = [buffer.copy() for buffer in buffers]
         model(keras.ops.convert_to_tensor(x), training=True)
         model.metrics[0].update_state(7.0)
         assert all(np.array_equal(*pair) for pair in zip(before, buffers)), "the forward pass changed it"
 
 
 model.fit(shoal.batches(x, x[:, :1], size=16), verbose=0, callbacks=[shoal.Elastic(), Capture()])
-print("kept")
+print("unchanged")
 """
 
 
-def test_a_forward_pass_does_not_change_a_state_that_others_still_read() -> None:
+def test_forward_pass_does_not_change_a_captured_state() -> None:
     if KERAS_TORCH.missing:
         pytest.skip(f"{KERAS_TORCH.name} needs {', '.join(KERAS_TORCH.missing)}")
-    # PyTorch's variables are changed in place; TensorFlow's are not.
+    # On PyTorch, where variables change in place; on TensorFlow they do not.
     environ = {**os.environ, **KERAS_TORCH.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=90, check=False
     )
-    assert ran.stdout.strip().endswith("kept"), ran.stderr
+    assert ran.stdout.strip().endswith("unchanged"), ran.stderr

@@ -1,4 +1,4 @@
-"""Keras models whose parameters are held by servers: what they learn, what is refused, and that nothing is lost."""
+"""Keras models with parameter servers: training results, refusals, and whole runs that lose no sample."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
-from tests.keras.town import Placed, town  # noqa: E402
+from tests.keras.threaded_servers import ThreadSession, run_threads  # noqa: E402
 from tests.process.servers.served_run import ServedRun  # noqa: E402
 
 import shoal.keras as shoal  # noqa: E402
 from shoal.core.data.sample_order import SampleOrder  # noqa: E402
 from shoal.errors import UnsupportedWithServers  # noqa: E402
-from shoal.keras.backends.base import backend_of  # noqa: E402
+from shoal.keras.backends.base import make_backend  # noqa: E402
 from shoal.keras.backends.optimizer_guard import OptimizerGuard  # noqa: E402
-from shoal.keras.modes.server_shard import KerasShardStore, gradients_of  # noqa: E402
+from shoal.keras.modes.server_shard import KerasShardStore, encode_push  # noqa: E402
 from shoal.settings import RunSettings  # noqa: E402
 from shoal.testing.conformance import KERAS_TENSORFLOW  # noqa: E402
 from shoal.testing.run_under_test import closing  # noqa: E402
@@ -38,7 +38,7 @@ STEPS = EPOCHS * 4
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # Keras computes some constants of a loss in single precision on PyTorch.
 BOUND = 1e-10 if ON_TENSORFLOW else 1e-6
-only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="a matter of TensorFlow")
+only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="TensorFlow only")
 if ON_TENSORFLOW:
     import tensorflow as tf
 
@@ -62,7 +62,7 @@ def data() -> tuple[Any, Any]:
 
 def model_with(optimizer: Any, *more: Callable[[], Any], seed: int = 3, eager: bool = False) -> Any:
     keras.utils.set_random_seed(seed)
-    layers = [keras.layers.Dense(8, activation="tanh"), *(one() for one in more), keras.layers.Dense(1)]
+    layers = [keras.layers.Dense(8, activation="tanh"), *(layer() for layer in more), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((6,)), *layers])
     model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=eager)
     return model
@@ -77,10 +77,10 @@ def frozen() -> Any:
 
 
 def alone(model: Any, callbacks: Any = (), **fit: Any) -> dict[str, Any]:
-    """Plain Keras on the same batches."""
+    """Train with plain Keras on the same batches."""
     how = {"epochs": EPOCHS, "validation_data": data()} | fit
-    found = model.fit(*data(), batch_size=SIZE, shuffle=False, verbose=0, callbacks=list(callbacks), **how)
-    return {"weights": weights_of(model), "history": found.history}
+    history = model.fit(*data(), batch_size=SIZE, shuffle=False, verbose=0, callbacks=list(callbacks), **how)
+    return {"weights": weights_of(model), "history": history.history}
 
 
 def weights_of(model: Any) -> list[Any]:
@@ -96,27 +96,27 @@ def fitted(
     batching: dict[str, Any] | None = None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """What `model.fit` gives to every trainer."""
+    """Return the results of `model.fit` on every trainer."""
     members = [f"{role}-{n}" for role, count in (("server", servers), ("trainer", trainers)) for n in range(count)]
     models = {name: prepare(name) for name in members}
 
-    def body(session: Placed) -> dict[str, Any]:
-        model, run = models[session.me], shoal.Run(session, "town", "unused")
-        given = shoal.batches(*data(), size=SIZE, shuffle=False, **(batching or {}))
+    def body(session: ThreadSession) -> dict[str, Any]:
+        model, run = models[session.me], shoal.Run(session, "threads", "unused")
+        batches = shoal.batches(*data(), size=SIZE, shuffle=False, **(batching or {}))
         how = {"epochs": EPOCHS, "verbose": 0, "validation_data": data()} | (fit or {})
         elastic = shoal.Elastic(*callbacks(session.me), run=run)
-        found = model.fit(given, callbacks=[elastic], **how)
-        return {"weights": weights_of(model), "history": found.history, "step": run.step, "model": model}
+        history = model.fit(batches, callbacks=[elastic], **how)
+        return {"weights": weights_of(model), "history": history.history, "step": run.step, "model": model}
 
-    return town(trainers, servers, body, **settings)
+    return run_threads(trainers, servers, body, **settings)
 
 
-def check_same(mine: dict[str, Any], its: dict[str, Any]) -> None:
-    for one, other in zip(mine["weights"], its["weights"], strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=BOUND)
-    assert mine["history"].keys() == its["history"].keys()
-    for name, values in its["history"].items():
-        np.testing.assert_allclose(mine["history"][name], values, rtol=1e-5)
+def check_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    for actual, weights in zip(result["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(actual, weights, rtol=0, atol=BOUND)
+    assert result["history"].keys() == expected["history"].keys()
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(result["history"][name], values, rtol=1e-5)
 
 
 class KerasServed(ServedRun):
@@ -127,69 +127,69 @@ class KerasServed(ServedRun):
     def check_counts(self) -> None:
         done, epochs = self.events_of("done"), self.plan["epochs"]
         assert done
-        for one in done:
-            assert one["counts"] == [[epochs], [epochs]], f"{one['member']} found {one['counts']}"
-            assert one["step"] == self.order().total_steps
-        assert len({one["sum"] for one in done}) == 1, "trainers end with different parameters"
-        for one in done:
-            assert one["saved"] == one["sum"], "another model was saved"
+        for event in done:
+            assert event["counts"] == [[epochs], [epochs]], f"{event['member']} counted {event['counts']}"
+            assert event["step"] == self.order().total_steps
+        assert len({event["sum"] for event in done}) == 1, "trainers end with different parameters"
+        for event in done:
+            assert event["saved"] == event["sum"], "another model was saved"
         newest = 0
-        for one in self.commits():
-            if one["ticket"][0] >= newest:  # others count for nothing
-                newest = one["ticket"][0]
+        for commit in self.commits():
+            if commit["ticket"][0] >= newest:  # servers ignore the rates of older tickets
+                newest = commit["ticket"][0]
                 rate = 0.1 * 0.9 ** (newest // self.order().steps_per_epoch)
-                assert abs(one["rate"] - rate) < 1e-12, f"{one} has another learning rate than {rate}"
+                assert abs(commit["rate"] - rate) < 1e-12, f"{commit} has another learning rate than {rate}"
         rows = (self.records / "epochs.csv").read_text().splitlines()
-        assert sum(row.startswith("epoch,") for row in rows) == 1, "several trainers wrote at a time"
-        assert len(rows) > epochs // 2, "nobody wrote what callbacks write"
+        assert sum(row.startswith("epoch,") for row in rows) == 1, "several trainers wrote at the same time"
+        assert len(rows) > epochs // 2, "callbacks wrote too little"
 
 
-# --- what is learned
+# --- training
 
 
 class Traced(keras.optimizers.SGD):
-    """Counts how often its step for a variable is called from Python: once for each trace."""
+    """Counts the calls of its update from Python: one for each variable and trace."""
 
     calls = 0
 
-    def update_step(self, *given: Any) -> None:
+    def update_step(self, *arguments: Any) -> None:
         Traced.calls += 1
-        super().update_step(*given)
+        super().update_step(*arguments)
 
 
 @only_tensorflow
-def test_one_trainer_with_servers_trains_and_measures_as_keras_does_without_tracing_again() -> None:
-    """Weights that are frozen, and what layers keep, come from the servers as well."""
+def test_single_trainer_with_servers_equals_plain_keras_and_traces_once() -> None:
+    """Frozen weights and layer state come from the servers as well."""
 
     def prepare(name: str) -> Any:
         seed = 3 if name.startswith("server") else 77
         return model_with(Traced(0.05, momentum=0.9, nesterov=True), normal, frozen, seed=seed)
 
     Traced.calls = 0
-    (found,) = fitted(prepare)
-    assert found["step"] == STEPS
-    assert Traced.calls == len(found["model"].trainable_variables)
-    check_same(found, alone(prepare("server")))
+    (result,) = fitted(prepare)
+    assert result["step"] == STEPS
+    assert Traced.calls == len(result["model"].trainable_variables)
+    check_same(result, alone(prepare("server")))
 
 
-def test_a_schedule_and_averages_are_those_of_one_process_and_a_ticket_done_again_leaves_no_trace(
+def test_schedule_and_averages_equal_plain_keras_when_a_ticket_is_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def prepare(_name: str) -> Any:
         rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
         return model_with(keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.8), normal)
 
-    real, tries = ServerClient.push, iter([False, False, True])
+    original, abandoned = ServerClient.push, iter([False, False, True])
 
-    def push(*given: Any) -> None:
-        if next(tries, False):
-            raise TicketAbandoned("it does not count")
-        real(*given)
+    def push(*arguments: Any) -> None:
+        if next(abandoned, False):
+            raise TicketAbandoned("for the test")
+        original(*arguments)
 
     monkeypatch.setattr(ServerClient, "push", push)
-    (found,) = fitted(prepare, servers=1)
-    check_same(found, alone(prepare("")))
-    assert int(found["model"].optimizer.iterations) == STEPS
+    (result,) = fitted(prepare, servers=1)
+    check_same(result, alone(prepare("")))
+    assert int(result["model"].optimizer.iterations) == STEPS
 
 
 def decayed(optimizer: Any) -> Any:
@@ -198,68 +198,69 @@ def decayed(optimizer: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "nadam, which keeps a product of decays": lambda: keras.optimizers.Nadam(0.01),
-    "weight decay but for some": lambda: decayed(keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=0.5)),
-    "averages": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
+    "nadam with its product of decays": lambda: keras.optimizers.Nadam(0.01),
+    "weight decay with exclusions": lambda: decayed(keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=0.5)),
+    "moving averages": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
 }
 
 
 @pytest.mark.parametrize("which", OPTIMIZERS)
-def test_every_shard_steps_for_itself_and_can_be_handed_over_at_any_time(which: str) -> None:
-    """Two tickets make a batch; one shard has taken in all of them before the other has the first."""
+def test_shards_step_independently_and_can_be_transferred_within_a_batch(which: str) -> None:
+    """Two tickets make a batch; one shard receives all of them before the other receives its first."""
     steps, order = 5, SampleOrder(SAMPLES, SIZE, 2)
     first, second, plain = (model_with(OPTIMIZERS[which]()) for _ in range(3))
-    vaults = [
-        KerasShardStore(backend_of(model, OptimizerGuard(model.optimizer)), order, parts=3) for model in (first, second)
+    stores = [
+        KerasShardStore(make_backend(model, OptimizerGuard(model.optimizer)), order, parts=3)
+        for model in (first, second)
     ]
-    layouts = [vault.layout for vault in vaults]
+    layouts = [store.layout for store in stores]
     dice = np.random.default_rng(7)
     gradients = [[dice.normal(size=v.shape) for v in plain.trainable_variables] for _ in range(2 * steps)]
     plain.optimizer.build(plain.trainable_variables)
     sizes = [half for step in range(steps) for half in (order.size_of(step) // 2,) * 2]
     for at in range(0, 2 * steps, 2):
         means = [(a + b) / 2 for a, b in zip(gradients[at], gradients[at + 1], strict=True)]
-        plain.optimizer.apply([keras.ops.convert_to_tensor(one) for one in means], plain.trainable_variables)
+        plain.optimizer.apply([keras.ops.convert_to_tensor(mean) for mean in means], plain.trainable_variables)
     for part in (2, 1):
-        for number, (given, samples) in enumerate(zip(gradients, sizes, strict=True)):
+        for number, (arrays, samples) in enumerate(zip(gradients, sizes, strict=True)):
             if number == steps:  # in the middle of a batch
-                vaults[1].install(part, *vaults[0].capture(part))
+                stores[1].install(part, *stores[0].capture(part))
             chosen = int(number >= steps)
             model = (first, second)[chosen]
-            named = {id(v): one for v, one in zip(model.trainable_variables, given, strict=True)}
-            how, body = gradients_of(layouts[chosen], part, named, [], (float(samples), number // 2, None))
-            vaults[chosen].apply(part, how, samples, memoryview(b"".join(one.tobytes() for one in body)))
-        assert vaults[1].version(part) == steps
-    for mine, its in zip(second.trainable_variables, plain.trainable_variables, strict=True):
-        mine, its = keras.ops.convert_to_numpy(mine), keras.ops.convert_to_numpy(its)
-        np.testing.assert_allclose(mine, its, rtol=0, atol=BOUND)
-    vaults[1].reset(1)
-    for mine, its in zip(layouts[1].parts[1], vaults[1]._built[1], strict=True):
-        assert (keras.ops.convert_to_numpy(mine) == its).all()
-    assert vaults[1].version(1) == 0
+            by_id = {id(v): array for v, array in zip(model.trainable_variables, arrays, strict=True)}
+            header, body = encode_push(layouts[chosen], part, by_id, [], (float(samples), number // 2, None))
+            stores[chosen].apply(part, header, samples, memoryview(b"".join(array.tobytes() for array in body)))
+        assert stores[1].version(part) == steps
+    for actual, expected in zip(second.trainable_variables, plain.trainable_variables, strict=True):
+        actual, expected = keras.ops.convert_to_numpy(actual), keras.ops.convert_to_numpy(expected)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=BOUND)
+    stores[1].reset(1)
+    for variable, initial in zip(layouts[1].parts[1], stores[1]._initial_values[1], strict=True):
+        assert (keras.ops.convert_to_numpy(variable) == initial).all()
+    assert stores[1].version(1) == 0
 
 
-def test_servers_follow_the_learning_rate_of_callbacks_and_micro_batches_change_nothing() -> None:
+def test_servers_use_the_learning_rate_of_callbacks_with_micro_batches() -> None:
     def halved() -> Any:
         return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2 if epoch else rate)
 
     def prepare(_name: str) -> Any:
         return model_with(keras.optimizers.SGD(0.1, momentum=0.9))
 
-    (found,) = fitted(prepare, callbacks=lambda _name: [halved()], batching={"micro": 5})
-    check_same(found, alone(prepare(""), [halved()]))
-    np.testing.assert_allclose(found["history"]["learning_rate"], [0.1, 0.05, 0.025])
+    (result,) = fitted(prepare, callbacks=lambda _name: [halved()], batching={"micro": 5})
+    check_same(result, alone(prepare(""), [halved()]))
+    np.testing.assert_allclose(result["history"]["learning_rate"], [0.1, 0.05, 0.025])
 
 
 @only_tensorflow
-def test_a_loop_with_a_gradient_tape_trains_with_servers_too() -> None:
+def test_gradient_tape_loop_trains_with_servers() -> None:
     def prepare() -> Any:
         return model_with(keras.optimizers.Adam(0.01), normal)
 
     models = {name: prepare() for name in ("server-0", "trainer-0")}
 
-    def body(session: Placed) -> Any:
-        model, run = models[session.me], shoal.Run(session, "town", "unused")
+    def body(session: ThreadSession) -> Any:
+        model, run = models[session.me], shoal.Run(session, "threads", "unused")
         optimizer = shoal.elastic(model.optimizer, model, run)
 
         @tf.function(reduce_retracing=True)
@@ -273,28 +274,28 @@ def test_a_loop_with_a_gradient_tape_trains_with_servers_too() -> None:
             train(tf.constant(x), tf.constant(y))
         return run.step, weights_of(model)
 
-    ((step, found),) = town(1, 1, body)
+    ((step, weights),) = run_threads(1, 1, body)
     assert step == STEPS
     reference = prepare()
     for _ in range(EPOCHS):
         for start in range(0, SAMPLES, SIZE):
-            # Statistics of layers are those of the pieces that were computed.
-            x, y = (one[start : start + SIZE] for one in data())
+            # Layer statistics are computed micro-batch by micro-batch.
+            x, y = (array[start : start + SIZE] for array in data())
             with tf.GradientTape() as tape:
                 parts = [(x[at : at + 6], y[at : at + 6]) for at in range(0, len(x), 6)]
                 losses = [keras.ops.sum(keras.ops.square(reference(a, training=True) - b)) for a, b in parts]
                 loss = keras.ops.sum(keras.ops.stack(losses)) / len(x)
             gradients = tape.gradient(loss, reference.trainable_variables)
             reference.optimizer.apply_gradients(zip(gradients, reference.trainable_variables, strict=True))
-    for mine, its in zip(found, weights_of(reference), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=BOUND)
+    for actual, expected in zip(weights, weights_of(reference), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=BOUND)
 
 
-# --- epochs, and members that are not alike
+# --- epochs, and members of unequal speed
 
 
 class Gate(keras.callbacks.Callback):
-    """Holds one trainer up after its first ticket until the other has begun the last epoch."""
+    """Blocks one trainer after its first ticket until the other has begun the last epoch."""
 
     opened = threading.Event()
 
@@ -311,7 +312,7 @@ class Gate(keras.callbacks.Callback):
             assert Gate.opened.wait(60)
 
 
-def test_an_epoch_ends_for_each_member_with_its_last_ticket_of_it_however_many_it_had() -> None:
+def test_epoch_ends_after_a_members_last_ticket_of_it() -> None:
     """With steps_per_epoch Keras counts calls; a member may have more tickets than steps, or none at all."""
 
     def prepare(_name: str) -> Any:
@@ -321,12 +322,12 @@ def test_an_epoch_ends_for_each_member_with_its_last_ticket_of_it_however_many_i
     how: dict[str, Any] = {"fit": {"steps_per_epoch": 3}, "sync": "async", "ticket_sizing": "equal"}
     fast, held = fitted(prepare, trainers=2, callbacks=lambda name: [Gate(name == "trainer-1")], **how)
     assert fast["step"] == held["step"] == 3 * EPOCHS
-    for mine, its in zip(fast["weights"], held["weights"], strict=True):
-        assert (mine == its).all(), "trainers end with different parameters"
-    assert [math.isnan(one) for one in held["history"]["loss"]][1], "a member told of an epoch that it did not see"
-    for found in (fast, held):
-        assert len(found["history"]["val_loss"]) == EPOCHS
-        assert not any(math.isnan(one) for one in found["history"]["val_loss"])
+    for first, second in zip(fast["weights"], held["weights"], strict=True):
+        assert (first == second).all(), "trainers end with different parameters"
+    assert [math.isnan(loss) for loss in held["history"]["loss"]][1], "a member reported an epoch without a ticket"
+    for result in (fast, held):
+        assert len(result["history"]["val_loss"]) == EPOCHS
+        assert not any(math.isnan(loss) for loss in result["history"]["val_loss"])
     assert fast["history"]["val_loss"][-1] == held["history"]["val_loss"][-1]
 
 
@@ -335,7 +336,7 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training = True
 
 
-def test_a_trainer_that_stops_early_gives_its_ticket_back() -> None:
+def test_trainer_that_stops_early_returns_its_ticket() -> None:
     def prepare(_name: str) -> Any:
         return model_with(keras.optimizers.Adam(0.01))
 
@@ -347,15 +348,16 @@ def test_a_trainer_that_stops_early_gives_its_ticket_back() -> None:
     assert early["step"] < late["step"] == STEPS
 
 
-# --- what cannot be done
+# --- refusals
 
 
-def refused(optimizer: Any, given: Any = None, **settings: Any) -> str:
+def refusal(optimizer: Any, given: Any = None, **settings: Any) -> str:
+    """Return the error that a run with servers raises."""
     model = model_with(optimizer)
-    found = RunSettings(sync="stale:1", servers=1, checkpoint_every_s=0, **settings)
-    session = Placed("trainer-0", "trainer", found, "")
+    run_settings = RunSettings(sync="stale:1", servers=1, checkpoint_every_s=0, **settings)
+    session = ThreadSession("trainer-0", "trainer", run_settings, "")
     try:
-        run = shoal.Run(session, "town", "unused")
+        run = shoal.Run(session, "threads", "unused")
         batches = shoal.batches(*(given or data()), size=SIZE)
         with pytest.raises(UnsupportedWithServers) as raised:
             model.fit(batches, verbose=0, callbacks=[shoal.Elastic(run=run)])
@@ -365,27 +367,27 @@ def refused(optimizer: Any, given: Any = None, **settings: Any) -> str:
 
 
 class Forgetful(keras.optimizers.SGD):
-    """An optimizer whose configuration does not tell what it is made with."""
+    """Optimizer whose configuration lacks an argument of its constructor."""
 
     def __init__(self, needed: int, **how: Any) -> None:
         super().__init__(**how)
 
 
-def test_what_needs_the_whole_gradient_is_refused() -> None:
+def test_options_that_need_the_whole_gradient_are_refused() -> None:
     adam = keras.optimizers.Adam
-    assert "global_clipnorm cannot be used with --sync stale:1" in refused(adam(global_clipnorm=1.0))
-    assert "loss scaling" in refused(keras.optimizers.LossScaleOptimizer(adam()))
-    assert "chosen while training" in refused(adam(), batch="auto:4:40")
+    assert "global_clipnorm cannot be used with --sync stale:1" in refusal(adam(global_clipnorm=1.0))
+    assert "loss scaling" in refusal(keras.optimizers.LossScaleOptimizer(adam()))
+    assert "batch=auto" in refusal(adam(), batch="auto:4:40")
     if ON_TENSORFLOW:
         stream = tf.data.Dataset.from_tensor_slices(data()).filter(lambda *_: True).batch(4)
-        assert "a stream" in refused(adam(), (stream,))
+        assert "a stream" in refusal(adam(), (stream,))
 
 
-def test_an_optimizer_that_cannot_be_made_anew_is_refused_by_the_servers() -> None:
+def test_servers_refuse_an_optimizer_that_cannot_be_copied() -> None:
     def prepare(_name: str) -> Any:
         return model_with(Forgetful(3, learning_rate=0.1))
 
-    with pytest.raises(UnsupportedWithServers, match="Forgetful cannot be made anew"):
+    with pytest.raises(UnsupportedWithServers, match="Forgetful cannot be copied"):
         fitted(prepare, servers=1)
 
 
@@ -394,14 +396,14 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused_by_the_servers() -> No
 
 @only_tensorflow
 @pytest.mark.process
-def test_runs_lose_no_sample_when_a_trainer_and_a_server_are_killed_and_the_run_is_stopped(
+def test_runs_lose_no_sample_when_members_are_killed_and_the_run_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every shard counts every sample exactly once an epoch, and nobody is ever further ahead than the bound."""
+    """Every shard counts every sample once per epoch, and no trainer is further ahead than the bound."""
     for name, value in KERAS_TENSORFLOW.environ.items():
         monkeypatch.setenv(name, value)
-    calm = ("lease_s=4", "restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
-    settings = ("sync=stale:1", "servers=2", *calm)
+    restarts = ("lease_s=4", "restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
+    settings = ("sync=stale:1", "servers=2", *restarts)
     with closing(KerasServed(tmp_path, "2:2", settings, samples=256, batch=32, epochs=10, pause_s=0.03)) as run:
         run.until(run.replicated, "every part to have a backup")
         run.until_step(5)
@@ -418,12 +420,14 @@ def test_runs_lose_no_sample_when_a_trainer_and_a_server_are_killed_and_the_run_
         run.check_counts()
         assert run.check_bound(1) == 1, "the bound was never reached, so nothing was tested"
         resumed = max(e["at"] for e in run.events_of("ready"))
-        assert min(e["ticket"][0] for e in run.events_of("begin") if e["at"] > resumed) >= reached - 4, "it began anew"
+        assert min(e["ticket"][0] for e in run.events_of("begin") if e["at"] > resumed) >= reached - 4, (
+            "it started over"
+        )
 
 
 @only_tensorflow
-def test_all_of_this_holds_on_the_torch_backend() -> None:
-    here = [
+def test_suite_passes_on_the_torch_backend() -> None:
+    command = [
         sys.executable,
         "-m",
         "pytest",
@@ -432,9 +436,9 @@ def test_all_of_this_holds_on_the_torch_backend() -> None:
         "-p",
         "no:cacheprovider",
         "-k",
-        "not runs and not refused",
+        "not runs and not refuse",
         __file__,
     ]
     environ = os.environ | {"KERAS_BACKEND": "torch"}
-    done = subprocess.run(here, env=environ, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

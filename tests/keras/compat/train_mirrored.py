@@ -1,4 +1,4 @@
-"""A script that knows nothing of Shoal: MultiWorkerMirroredStrategy, a loop of its own, checkpoints of its own."""
+"""Training script without Shoal: MultiWorkerMirroredStrategy, its own loop and its own checkpoints."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def main() -> None:
             np.savez(OUT / "part.npz", epoch=epoch, kernel=kernel, bias=bias)
             os.replace(OUT / "part.npz", CHECKPOINT)
         record("epoch", epoch=epoch, loss=loss)
-        # Not at its end before the test is done with it.
+        # Wait until the test releases it, so that training does not end too early.
         while epoch == 2 and (OUT / "hold").exists():
             time.sleep(0.05)
     print("trained as worker", task["index"], "of", size, flush=True)

@@ -1,4 +1,4 @@
-"""Local training with Keras, several members in one process: what the same rounds are in plain NumPy."""
+"""Local SGD with Keras, several members in one process, compared with the same rounds in NumPy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if ON_TENSORFLOW:
 
     # Members of one process wait for each other inside TensorFlow's threads: there must be one for each.
     tf.config.threading.set_inter_op_parallelism_threads(8)
-only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="a matter of TensorFlow")
+only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="TensorFlow only")
 
 Optimizer = Callable[[], Any]
 Weights = list[Any]
@@ -68,14 +68,14 @@ def decaying() -> Any:
     return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.5))
 
 
-def made(optimizer: Optimizer = momentum, *more: Any, **how: Any) -> Any:
+def compiled(optimizer: Optimizer = momentum, *more: Any, **how: Any) -> Any:
     model = mlp(*more, kind=how.pop("kind", keras.Sequential))
     model.compile(**({"optimizer": optimizer(), "loss": "mse"} | how))
     return model
 
 
-class Seen(keras.callbacks.Callback):
-    """Keeps what a member holds after every round."""
+class RecordRounds(keras.callbacks.Callback):
+    """Records the weights and iterations of a member after every round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def held(variables: Sequence[Any]) -> Weights:
     return [keras.ops.convert_to_numpy(v).copy() for v in variables if "seed" not in v.path]
 
 
-def as_told(session: StandaloneSession, sync: str, outer: tuple[float, float] = (1.0, 0.0), **more: Any) -> None:
+def configure(session: StandaloneSession, sync: str, outer: tuple[float, float] = (1.0, 0.0), **more: Any) -> None:
     settings = {"sync": sync, "outer_lr": outer[0], "outer_momentum": outer[1]} | more
     session.settings = msgspec.structs.replace(session.settings, **settings)
 
@@ -99,58 +99,59 @@ def as_told(session: StandaloneSession, sync: str, outer: tuple[float, float] = 
 def trained(
     members: int,
     sync: str,
-    make: Callable[[], Any] = made,
+    make: Callable[[], Any] = compiled,
     *,
     shares: str = "equal",
     outer: tuple[float, float] = (1.0, 0.0),
     epochs: int = 2,
-    ghosts: tuple[int, ...] = (),
+    catching_up: tuple[int, ...] = (),
     micro: int | None = None,
     emulate: str = "",
     seat: Callable[[FixedWorldSession, Any, Any], None] = lambda _session, _model, _run: None,
     **fit: Any,
 ) -> list[dict[str, Any]]:
-    """What each member saw of a run of `model.fit`."""
+    """Train with `model.fit` and return what each member recorded."""
     models = precise(lambda: [make() for _ in range(members)])
 
     def body(session: FixedWorldSession) -> dict[str, Any]:
-        as_told(session, sync, outer, emulate=emulate)
-        model, seen = models[session.rank], Seen()
+        configure(session, sync, outer, emulate=emulate)
+        model, seen = models[session.rank], RecordRounds()
         run = shoal.Run(session, "test", "unused")
         seat(session, model, run)
-        found = shoal.batches(*data(), size=SIZE, shares=shares, micro=micro)
-        history = model.fit(found, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run=run), seen], **fit)
+        batches = shoal.batches(*data(), size=SIZE, shares=shares, micro=micro)
+        history = model.fit(batches, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run=run), seen], **fit)
         trainer = run._trainer
         assert trainer is not None
         optimizer = held(model.optimizer.variables)
         return vars(seen) | {"history": history.history, "run": run, "optimizer": optimizer, "trainer": trainer}
 
-    found: list[dict[str, Any]] = precise(lambda: together(members, body, ghosts))
-    return found
+    results: list[dict[str, Any]] = precise(lambda: together(members, body, catching_up))
+    return results
 
 
-def precise(find: Callable[[], Any]) -> Any:
+def precise(compute: Callable[[], Any]) -> Any:
+    """Compute in double precision."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     try:
-        return find()
+        return compute()
     finally:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
 
 
-def alike(members: list[dict[str, Any]]) -> None:
-    for one in members[1:]:
-        assert len(one["weights"]) == len(members[0]["weights"])
-        for mine, its in zip(one["weights"], members[0]["weights"], strict=True):
-            assert all((a == b).all() for a, b in zip(mine, its, strict=True))
-        assert one["iterations"] == members[0]["iterations"]
-        assert one["history"] == members[0]["history"]
+def check_same(members: list[dict[str, Any]]) -> None:
+    for member in members[1:]:
+        assert len(member["weights"]) == len(members[0]["weights"])
+        for weights, first in zip(member["weights"], members[0]["weights"], strict=True):
+            assert all((a == b).all() for a, b in zip(weights, first, strict=True))
+        assert member["iterations"] == members[0]["iterations"]
+        assert member["history"] == members[0]["history"]
 
 
-def close(one: Weights, other: Weights, within: float = BOUND) -> None:
-    for mine, its in zip(one, other, strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=within)
+def check_close(actual: Weights, expected: Weights, within: float = BOUND) -> None:
+    for value, reference in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(value, reference, rtol=0, atol=within)
 
 
 # --- the same in NumPy
@@ -163,48 +164,48 @@ def simulated(
     decay: float,
     outer: tuple[float, float] = (1.0, 0.0),
 ) -> tuple[list[Weights], list[float]]:
-    """The weights after every round, and the sum of its losses, if members of these speeds train with momentum."""
-    (x, y), start = data(), held(made().variables)
-    inner = [[np.zeros_like(one) for one in start] for _ in speeds]
-    outside = [np.zeros_like(one) for one in start]
-    found, losses, done = [], [], 0
+    """Return the weights after every round, and its summed losses, for members of these speeds with momentum."""
+    (x, y), start = data(), held(compiled().variables)
+    inner = [[np.zeros_like(value) for value in start] for _ in speeds]
+    outer_velocities = [np.zeros_like(value) for value in start]
+    trajectory, losses, done = [], [], 0
     for step in range(order.total_steps):
         size, batches = order.size_of(step), order.batches_in(step)
-        first, loss, change = 0, 0.0, [np.zeros_like(one) for one in start]
+        first, loss, change = 0, 0.0, [np.zeros_like(value) for value in start]
         for member, share in enumerate(split(size, speeds)):
-            own = [one.copy() for one in start]
-            lots = local_batches(share, SIZE, len(speeds))
-            for number, samples in enumerate(lots):
+            local = [value.copy() for value in start]
+            sizes = local_batches(share, SIZE, len(speeds))
+            for number, samples in enumerate(sizes):
                 ids = order.ids(step, first, first + samples)
                 first += samples
-                loss += samples * _go_down(
-                    own, inner[member], x[ids], y[ids], rate(done + number * batches // len(lots)), decay
+                loss += samples * _momentum_step(
+                    local, inner[member], x[ids], y[ids], rate(done + number * batches // len(sizes)), decay
                 )
-            for total, mine, before in zip(change, own, start, strict=True):
-                total += share / size * (mine - before)
-        for before, total, speed in zip(start, change, outside, strict=True):
-            speed *= outer[1]
-            speed += total
-            before += outer[0] * (total + outer[1] * speed)
+            for total, after, before in zip(change, local, start, strict=True):
+                total += share / size * (after - before)
+        for before, total, velocity in zip(start, change, outer_velocities, strict=True):
+            velocity *= outer[1]
+            velocity += total
+            before += outer[0] * (total + outer[1] * velocity)
         done += batches
-        found.append([one.copy() for one in start])
+        trajectory.append([value.copy() for value in start])
         losses.append(loss)
-    return found, losses
+    return trajectory, losses
 
 
-def _go_down(weights: Weights, speeds: Weights, x: Any, y: Any, rate: float, decay: float) -> float:
-    """One step with momentum; the mean loss before it."""
+def _momentum_step(weights: Weights, velocities: Weights, x: Any, y: Any, rate: float, decay: float) -> float:
+    """Do one step with momentum; return the mean loss before it."""
     first, bias, second, last = weights
     hidden = np.tanh(x @ first + bias)
     off = hidden @ second + last - y
     out = 2 * off / len(x)
     inside = (out @ second.T) * (1 - hidden**2)
-    for one, speed, gradient in zip(
-        weights, speeds, [x.T @ inside, inside.sum(0), hidden.T @ out, out.sum(0)], strict=True
+    for value, velocity, gradient in zip(
+        weights, velocities, [x.T @ inside, inside.sum(0), hidden.T @ out, out.sum(0)], strict=True
     ):
-        speed *= decay
-        speed -= rate * gradient
-        one += speed
+        velocity *= decay
+        velocity -= rate * gradient
+        value += velocity
     return float((off**2).mean())
 
 
@@ -216,104 +217,104 @@ def _go_down(weights: Weights, speeds: Weights, x: Any, y: Any, rate: float, dec
         ("local:2", (1, 2, 5), (0.75, 0.25), 3),
     ],
 )
-def test_rounds_are_what_they_are_in_numpy(
+def test_rounds_equal_their_simulation_in_numpy(
     sync: str, speeds: tuple[int, ...], outer: tuple[float, float], micro: int | None
 ) -> None:
     order = RoundOrder.of(SAMPLES, SIZE, int(sync[-1]), epochs=2)
     expected, losses = precise(lambda: simulated(order, speeds, lambda _: 0.05, 0.875, outer))
     shares = f"fixed:{','.join(map(str, speeds))}" if len(speeds) > 1 else "equal"
     members = trained(len(speeds), sync, shares=shares, outer=outer, micro=micro)
-    alike(members)
+    check_same(members)
     seen = members[0]
     assert seen["run"].step == len(seen["weights"]) == order.total_steps
-    for mine, its in zip(seen["weights"], expected, strict=True):
-        close(mine, its)
+    for weights, simulated_weights in zip(seen["weights"], expected, strict=True):
+        check_close(weights, simulated_weights)
     per_epoch = np.array(losses).reshape(2, -1).sum(1) / SAMPLES
     np.testing.assert_allclose(seen["history"]["loss"], per_epoch, rtol=1e-5)
 
 
 def test_rounds_of_one_batch_with_plain_averaging_equal_steps() -> None:
     # Shares of 8 and 4 are one batch each.
-    stepped, local = (trained(2, sync, lambda: made(sgd), shares="fixed:2,1") for sync in ("step", "local:1"))
-    for one, other in zip(stepped[0]["weights"], local[0]["weights"], strict=True):
-        close(one, other)
+    stepped, local = (trained(2, sync, lambda: compiled(sgd), shares="fixed:2,1") for sync in ("step", "local:1"))
+    for after_step, after_round in zip(stepped[0]["weights"], local[0]["weights"], strict=True):
+        check_close(after_step, after_round)
     np.testing.assert_allclose(stepped[0]["history"]["loss"], local[0]["history"]["loss"], rtol=1e-5)
 
 
 def test_single_member_does_all_its_steps_in_sequence() -> None:
     def normed() -> Any:
-        return made(adam, keras.layers.BatchNormalization(), keras.layers.Dropout(0.0))
+        return compiled(adam, keras.layers.BatchNormalization(), keras.layers.Dropout(0.0))
 
     stepped, local = trained(1, "step", normed)[0], trained(1, "local:3", normed)[0]
     assert len(local["weights"]) == 4
-    close(stepped["weights"][-1], local["weights"][-1])
-    close(stepped["optimizer"], local["optimizer"])
+    check_close(stepped["weights"][-1], local["weights"][-1])
+    check_close(stepped["optimizer"], local["optimizer"])
     assert stepped["history"].keys() == local["history"].keys()
     for name, values in stepped["history"].items():
         np.testing.assert_allclose(local["history"][name], values, rtol=1e-5)
 
 
-def test_members_hold_the_same_bits_and_keep_their_own_moments() -> None:
+def test_members_agree_bitwise_and_keep_their_own_moments() -> None:
     members = trained(
-        3, "local:2", lambda: made(adam, keras.layers.BatchNormalization()), shares="fixed:1,2,5", outer=(0.7, 0.9)
+        3, "local:2", lambda: compiled(adam, keras.layers.BatchNormalization()), shares="fixed:1,2,5", outer=(0.7, 0.9)
     )
-    alike(members)
+    check_same(members)
     moving_mean = 4
     assert abs(members[0]["weights"][-1][moving_mean]).max() > 1e-4
     assert any((a != b).any() for a, b in zip(members[0]["optimizer"], members[1]["optimizer"], strict=True))
 
 
-def test_how_many_batches_a_member_has_is_learned_from_its_speed() -> None:
+def test_number_of_local_batches_follows_the_speed() -> None:
     sample_s, speeds = 0.006, (1, 0.25)
     text = machines(*speeds, sample_s=sample_s)
     members = trained(2, "local:1000", shares="model", epochs=8, emulate=text)
-    alike(members)
-    for one, speed in zip(members, speeds, strict=True):
-        turn = one["trainer"].turn
-        assert turn.data_s + turn.compute_s >= 0.99 * sample_s / speed * turn.samples, (
-            "not all of its batches were slow"
+    check_same(members)
+    for member, speed in zip(members, speeds, strict=True):
+        step = member["trainer"].current
+        assert step.data_s + step.compute_s >= 0.99 * sample_s / speed * step.samples, (
+            "not all of its batches were slowed down"
         )
     assert members[0]["run"].share > members[1]["run"].share
 
 
 def test_catching_up_member_receives_the_result_of_the_others() -> None:
     members = trained(
-        3, "local:2", lambda: made(adam, keras.layers.BatchNormalization()), outer=(0.7, 0.5), catching_up=(2,)
+        3, "local:2", lambda: compiled(adam, keras.layers.BatchNormalization()), outer=(0.7, 0.5), catching_up=(2,)
     )
-    alike(members)
+    check_same(members)
     assert members[2]["weights"]
 
 
-def test_a_ghost_learns_nothing_of_its_own() -> None:
+def test_catching_up_member_does_not_step_its_own_optimizer() -> None:
     def make() -> Any:
-        model = made(adam)
+        model = compiled(adam)
         model.optimizer.build(model.trainable_variables)
         for moment in model.optimizer.variables[2:]:
             moment.assign(keras.ops.ones(moment.shape, "float64"))
         return model
 
     members = trained(2, "local:1000", make, epochs=1, catching_up=(1,))
-    as_before = [all((one == 1.0).all() for one in seen["optimizer"][2:]) for seen in members]
+    as_before = [all((moment == 1.0).all() for moment in seen["optimizer"][2:]) for seen in members]
     assert as_before == [False, True]
     assert members[1]["iterations"] == [IN_EPOCH]
 
 
-# --- what counts steps
+# --- schedules
 
 
 @pytest.mark.parametrize("speeds", [(5, 1), (1, 2, 6)])
-def test_iterations_and_schedules_are_where_they_are_without_rounds(speeds: tuple[int, ...]) -> None:
+def test_iterations_and_schedules_count_global_batches(speeds: tuple[int, ...]) -> None:
     order = RoundOrder.of(SAMPLES, SIZE, 3, epochs=2)
     expected, _ = precise(lambda: simulated(order, speeds, lambda at: 0.05 * 0.5 ** (at / 3), 0.0))
-    members = trained(len(speeds), "local:3", lambda: made(decaying), shares=f"fixed:{','.join(map(str, speeds))}")
-    alike(members)
+    members = trained(len(speeds), "local:3", lambda: compiled(decaying), shares=f"fixed:{','.join(map(str, speeds))}")
+    check_same(members)
     assert members[0]["iterations"] == [3, 4, 7, 8]
-    for mine, its in zip(members[0]["weights"], expected, strict=True):
+    for weights, simulated_weights in zip(members[0]["weights"], expected, strict=True):
         # Keras keeps the rate of a schedule in single precision.
-        close(mine, its, within=1e-6)
+        check_close(weights, simulated_weights, within=1e-6)
 
 
-def test_a_schedule_of_epochs_is_one_of_epochs() -> None:
+def test_scheduler_callback_is_called_once_per_epoch() -> None:
     rates: list[float] = []
 
     class Note(keras.callbacks.Callback):
@@ -321,11 +322,11 @@ def test_a_schedule_of_epochs_is_one_of_epochs() -> None:
             rates.append(float(self.model.optimizer.learning_rate))
 
     def body(session: FixedWorldSession) -> None:
-        as_told(session, "local:2")
+        configure(session, "local:2")
         run = shoal.Run(session, "test", "unused")
         halving = keras.callbacks.LearningRateScheduler(lambda epoch, _rate: 0.5**epoch)
-        found = shoal.batches(*data(), size=SIZE)
-        made().fit(found, epochs=3, verbose=0, callbacks=[shoal.Elastic(halving, Note(), run=run)])
+        batches = shoal.batches(*data(), size=SIZE)
+        compiled().fit(batches, epochs=3, verbose=0, callbacks=[shoal.Elastic(halving, Note(), run=run)])
 
     together(1, body)
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
@@ -335,31 +336,31 @@ def test_steps_per_epoch_counts_global_batches() -> None:
     order = RoundOrder.of(SAMPLES, SIZE, 2, epochs=3, every=3)
     expected, losses = precise(lambda: simulated(order, (2, 1), lambda _: 0.05, 0.875))
     members = trained(2, "local:2", shares="fixed:2,1", epochs=3, steps_per_epoch=3)
-    alike(members)
+    check_same(members)
     seen = members[0]
     # Epochs of Keras end after 3, 6 and 9 batches, those of the data after 4 and 8: rounds are 2 1, 1 2, 2 1.
     assert seen["iterations"] == [2, 3, 4, 6, 8, 9]
     assert len(seen["history"]["loss"]) == 3
-    for mine, its in zip(seen["weights"], expected, strict=False):
-        close(mine, its)
+    for weights, simulated_weights in zip(seen["weights"], expected, strict=False):
+        check_close(weights, simulated_weights)
     sizes = [order.size_of(step) for step in range(6)]
     means = [sum(losses[i : i + 2]) / sum(sizes[i : i + 2]) for i in (0, 2, 4)]
     np.testing.assert_allclose(seen["history"]["loss"], means, rtol=1e-5)
 
 
-# --- loops of one's own
+# --- a script's own loop
 
 
 @only_tensorflow
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_loop_with_a_gradient_tape_does_the_same_rounds(traced: bool) -> None:
+def test_gradient_tape_loop_does_the_same_rounds(traced: bool) -> None:
     speeds, outer = (1, 3), (0.5, 0.5)
     order = RoundOrder.of(SAMPLES, SIZE, 3, epochs=2)
     expected, _ = precise(lambda: simulated(order, speeds, lambda _: 0.05, 0.875, outer))
     models = precise(lambda: [mlp() for _ in speeds])
 
     def body(session: FixedWorldSession) -> tuple[int, int, Weights]:
-        as_told(session, "local:3", outer)
+        configure(session, "local:3", outer)
         model, run = models[session.rank], shoal.Run(session, "test", "unused")
         optimizer = shoal.elastic(momentum(), model, run)
 
@@ -376,14 +377,14 @@ def test_a_loop_with_a_gradient_tape_does_the_same_rounds(traced: bool) -> None:
 
     for steps, iterations, weights in precise(lambda: together(2, body)):
         assert (steps, iterations) == (order.total_steps, 2 * IN_EPOCH)
-        close(weights, expected[-1])
+        check_close(weights, expected[-1])
 
 
 # --- rounds that do not commit
 
 
 class Breaking(FixedWorldSession):
-    """A session whose world breaks when it is told to, and is there again at the next turn."""
+    """Session whose world breaks on request, and is back for the next step."""
 
     broken = False
     broke = 0
@@ -399,22 +400,22 @@ class Breaking(FixedWorldSession):
     def begin_commit(self) -> bool:
         if getattr(self, "refuses", False) and self.step == 1:
             self.refuses = False
-            self.fail(ExchangeBroken("told to"))
+            self.fail(ExchangeBroken("for the test"))
             return False
         return True
 
 
 class Counting(keras.Sequential):
-    """Calls back whenever it computes a batch."""
+    """Model that calls `on_batch` after every batch it computes."""
 
-    told: Callable[[int], None]
+    on_batch: Callable[[int], None]
     count = 0
 
     def train_step(self, given: Any) -> Any:
-        found = super().train_step(given)
+        logs = super().train_step(given)
         self.count += 1
-        self.told(len(given[0]))
-        return found
+        self.on_batch(len(given[0]))
+        return logs
 
 
 @pytest.mark.parametrize("at", [2, 3, 6, 0])
@@ -422,16 +423,16 @@ def test_uncommitted_round_leaves_no_trace(at: int) -> None:
     # In the second or the last batch of the first round, or in the middle of a later one; 0: when all is summed.
     def make() -> Any:
         layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.25)
-        return made(adam, *layers, kind=Counting, run_eagerly=True)
+        return compiled(adam, *layers, kind=Counting, run_eagerly=True)
 
     def seat(session: FixedWorldSession, model: Any, _run: Any) -> None:
         session.__class__ = Breaking
 
-        def told(_samples: int) -> None:
+        def on_batch(_samples: int) -> None:
             if breaks and at and model.count == at:
-                session.fail(ExchangeBroken("told to"))
+                session.fail(ExchangeBroken("for the test"))
 
-        model.told = told
+        model.on_batch = on_batch
         session.refuses = breaks and not at  # type: ignore[attr-defined]
         sessions.append(session)
 
@@ -441,57 +442,57 @@ def test_uncommitted_round_leaves_no_trace(at: int) -> None:
     breaks = True
     (disturbed,) = trained(1, "local:3", make, outer=(0.7, 0.9), seat=seat)
     assert [session.broke for session in sessions] == [0, 1]
-    alike([undisturbed, disturbed])
+    check_same([undisturbed, disturbed])
     assert all((a == b).all() for a, b in zip(undisturbed["optimizer"], disturbed["optimizer"], strict=True))
-    one, other = (seen["trainer"]._outer.velocities for seen in (undisturbed, disturbed))
-    assert all((a.value == b.value).all() for a, b in zip(one, other, strict=True))
+    first, second = (seen["trainer"]._outer.velocities for seen in (undisturbed, disturbed))
+    assert all((a.value == b.value).all() for a, b in zip(first, second, strict=True))
 
 
 def test_batch_that_does_not_fit_into_memory_is_computed_in_micro_batches() -> None:
     def seat(session: FixedWorldSession, model: Any, _run: Any) -> None:
-        def told(samples: int) -> None:
+        def on_batch(samples: int) -> None:
             last[session.rank] = samples
             # In the second batch of a round: the first one has been applied.
             if session.rank == limited and samples > 4 and model.count > 1:
-                raise MemoryError("it does not fit")
+                raise MemoryError("for the test")
 
-        model.told = told
+        model.on_batch = on_batch
 
     def make() -> Any:
-        return made(adam, kind=Counting, run_eagerly=True)
+        return compiled(adam, kind=Counting, run_eagerly=True)
 
-    found = []
+    results = []
     for limited in (None, 1):
         last = [0, 0]
         members = trained(2, "local:2", make, seat=seat)
-        alike(members)
+        check_same(members)
         assert last == [8, 8 if limited is None else 2]
-        found.append(members[0])
-    close(found[0]["weights"][-1], found[1]["weights"][-1])
+        results.append(members[0])
+    check_close(results[0]["weights"][-1], results[1]["weights"][-1])
 
 
 # --- the state
 
 
-def test_what_others_still_read_is_copied_before_a_round_changes_anything() -> None:
-    seen: dict[str, list[Weights]] = {"session": [], "keeper": []}
+def test_pending_snapshots_are_copied_before_a_round_changes_variables() -> None:
+    seen: dict[str, list[Weights]] = {"session": [], "state": []}
 
     def seat(session: FixedWorldSession, model: Any, run: Any) -> None:
-        def note(who: str) -> Callable[[], None]:
-            return lambda: seen[who].append(held(model.variables))
+        def note(caller: str) -> Callable[[], None]:
+            return lambda: seen[caller].append(held(model.variables))
 
-        session.before_change, run._training_state.before_change = note("session"), note("keeper")  # type: ignore[method-assign]
+        session.before_change, run._training_state.before_change = note("session"), note("state")  # type: ignore[method-assign]
 
-    (one,) = trained(1, "local:3", lambda: made(adam), seat=seat)
-    began = [precise(lambda: held(made().variables)), *one["weights"][:-1]]
+    (member,) = trained(1, "local:3", lambda: compiled(adam), seat=seat)
+    starts = [precise(lambda: held(compiled().variables)), *member["weights"][:-1]]
     for noted in seen.values():
-        for before in began:
+        for before in starts:
             assert any(all((a == b).all() for a, b in zip(now, before, strict=True)) for now in noted)
 
 
-def test_moments_and_the_outer_momentum_are_handed_over() -> None:
-    (one,) = trained(1, "local:2", lambda: made(adam), outer=(0.7, 0.9))
-    run, trainer = one["run"], one["trainer"]
+def test_outer_momentum_is_part_of_the_state() -> None:
+    (member,) = trained(1, "local:2", lambda: compiled(adam), outer=(0.7, 0.9))
+    run, trainer = member["run"], member["trainer"]
     header, buffers = run._training_state.capture()
     saved = [raw.copy() for raw in buffers]
     held_before = [velocity.value.copy() for velocity in trainer._outer.velocities]
@@ -503,34 +504,34 @@ def test_moments_and_the_outer_momentum_are_handed_over() -> None:
         assert (velocity.value == before).all()
 
 
-# --- what cannot be done
+# --- refusals
 
 
-def refused(match: str, optimizer: Optimizer = adam, given: Any = None, **settings: Any) -> None:
+def check_refused(match: str, optimizer: Optimizer = adam, given: Any = None, **settings: Any) -> None:
     session = StandaloneSession()
-    as_told(session, "local:2", **settings)
-    found = shoal.batches(*(given or data()), size=8)
+    configure(session, "local:2", **settings)
+    batches = shoal.batches(*(given or data()), size=8)
     with pytest.raises(UnsupportedWithLocalSgd, match=match):
-        made(optimizer).fit(found, verbose=0, callbacks=[shoal.Elastic(run=shoal.Run(session, "test", "unused"))])
+        compiled(optimizer).fit(batches, verbose=0, callbacks=[shoal.Elastic(run=shoal.Run(session, "test", "unused"))])
 
 
-def test_what_members_cannot_do_for_themselves_is_refused() -> None:
-    refused("batch=auto", batch="auto:4:40")
-    refused("use_ema", lambda: keras.optimizers.Adam(0.01, use_ema=True))
-    refused("gradient_accumulation_steps", lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
+def test_unsupported_options_are_refused() -> None:
+    check_refused("batch=auto", batch="auto:4:40")
+    check_refused("use_ema", lambda: keras.optimizers.Adam(0.01, use_ema=True))
+    check_refused("gradient_accumulation_steps", lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
 
 
 @only_tensorflow
-def test_a_stream_is_refused() -> None:
+def test_streamed_pipeline_is_refused() -> None:
     stream = tf.data.Dataset.from_tensor_slices(data()).filter(lambda *_: True).batch(4)
-    refused("read as a stream", given=(stream,))
+    check_refused("read as a stream", given=(stream,))
 
 
 @only_tensorflow
 @pytest.mark.timeout(400)
-def test_all_of_this_holds_on_the_torch_backend() -> None:
-    here = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+def test_suite_passes_on_the_torch_backend() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
-        here, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=380
+        command, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=380
     )
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""What one step computes, with several members in one process: the same as one process on the whole batch."""
+"""Steps of several members in one process compute the same as one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if ON_TENSORFLOW:
 
     # Members of one process wait for each other inside TensorFlow's threads: there must be one for each.
     tf.config.threading.set_inter_op_parallelism_threads(8)
-only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="a matter of TensorFlow")
+only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="TensorFlow only")
 
 
 def data() -> tuple[Any, Any]:
@@ -64,9 +64,9 @@ def fitted(members: int, prepare: Prepare, shares: str, epochs: int = 3, **fit: 
             model, given, options = prepared[session.rank]
             run = shoal.Run(session, "test", "unused")
             jit = options.pop("jit", False)
-            found = shoal.batches(*given, size=SIZE, shares=shares, **options)
+            batches = shoal.batches(*given, size=SIZE, shares=shares, **options)
             elastic = shoal.Elastic(run=run, jit_compile=jit)
-            history = model.fit(found, epochs=epochs, verbose=0, callbacks=[elastic], **fit)
+            history = model.fit(batches, epochs=epochs, verbose=0, callbacks=[elastic], **fit)
             weights = [keras.ops.convert_to_numpy(v) for v in model.variables]
             return {"weights": weights, "history": history.history, "steps": run.step}
 
@@ -82,44 +82,44 @@ def _float(name: str) -> None:
 
 def check(prepare: Prepare, shares: str = "fixed:1,2,3", members: int = 3, within: float = BOUND, **fit: Any) -> Any:
     alone = fitted(1, prepare, "equal", **fit)[0]
-    found = fitted(members, prepare, shares, **fit)
-    for one in found:
-        assert one["steps"] == alone["steps"]
-        for mine, its in zip(one["weights"], alone["weights"], strict=True):
-            np.testing.assert_allclose(mine, its, rtol=0, atol=within)
+    results = fitted(members, prepare, shares, **fit)
+    for result in results:
+        assert result["steps"] == alone["steps"]
+        for actual, expected in zip(result["weights"], alone["weights"], strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=within)
         for name, values in alone["history"].items():
-            np.testing.assert_allclose(one["history"][name], values, rtol=1e-5)
-        for mine, its in zip(one["weights"], found[0]["weights"], strict=True):
-            assert (mine == its).all()
+            np.testing.assert_allclose(result["history"][name], values, rtol=1e-5)
+        for actual, first in zip(result["weights"], results[0]["weights"], strict=True):
+            assert (actual == first).all()
     return alone
 
 
-def test_members_train_as_one_process_does_and_show_the_same_metrics() -> None:
-    found = check(usual, validation_data=data())
-    assert found["steps"] == 12
-    assert set(found["history"]) == {"loss", "mae", "val_loss", "val_mae"}
+def test_members_train_like_one_process_and_report_the_same_metrics() -> None:
+    result = check(usual, validation_data=data())
+    assert result["steps"] == 12
+    assert set(result["history"]) == {"loss", "mae", "val_loss", "val_mae"}
 
 
-def test_a_single_process_trains_as_keras_itself_does_and_measures_the_same() -> None:
+def test_single_process_trains_and_measures_like_plain_keras() -> None:
     _float("float64")
     try:
         model, (x, y), _ = usual()
         theirs = model.fit(x, y, batch_size=10, shuffle=False, epochs=2, verbose=0).history
         other, _, _ = usual()
         run = shoal.Run(StandaloneSession(), "test", "unused")
-        found = shoal.batches(x, y, size=10, shuffle=False)
-        ours = other.fit(found, epochs=2, verbose=0, callbacks=[shoal.Elastic(run=run)]).history
+        batches = shoal.batches(x, y, size=10, shuffle=False)
+        ours = other.fit(batches, epochs=2, verbose=0, callbacks=[shoal.Elastic(run=run)]).history
     finally:
         _float("float32")
-    for mine, its in zip(other.variables, model.variables, strict=True):
-        mine, its = keras.ops.convert_to_numpy(mine), keras.ops.convert_to_numpy(its)
-        np.testing.assert_allclose(mine, its, rtol=0, atol=BOUND)
+    for actual, expected in zip(other.variables, model.variables, strict=True):
+        actual, expected = keras.ops.convert_to_numpy(actual), keras.ops.convert_to_numpy(expected)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=BOUND)
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
         np.testing.assert_allclose(ours[name], values, rtol=1e-5)
 
 
-# --- what models may be
+# --- kinds of models
 
 
 def compiled(model: Any, **how: Any) -> Any:
@@ -159,7 +159,7 @@ def two_inputs() -> tuple[Any, Any, dict[str, Any]]:
     return compiled(model), ({"a": x[:, :3], "b": x[:, 3:]}, y), {}
 
 
-def weighed() -> tuple[Any, Any, dict[str, Any]]:
+def weighted() -> tuple[Any, Any, dict[str, Any]]:
     return compiled(mlp()), (*data(), np.linspace(0.5, 2.0, SAMPLES)), {}
 
 
@@ -177,7 +177,7 @@ def regularised() -> tuple[Any, Any, dict[str, Any]]:
     return compiled(keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(1)])), data(), {}
 
 
-def in_pieces() -> tuple[Any, Any, dict[str, Any]]:
+def in_micro_batches() -> tuple[Any, Any, dict[str, Any]]:
     return compiled(mlp()), data(), {"micro": 2}
 
 
@@ -220,31 +220,31 @@ def eagerly() -> tuple[Any, Any, dict[str, Any]]:
         clipped,
         scheduled,
         two_inputs,
-        weighed,
+        weighted,
         classes,
         regularised,
-        in_pieces,
+        in_micro_batches,
         pytest.param(custom_step, marks=only_tensorflow),
         pytest.param(with_xla, marks=only_tensorflow),
         eagerly,
     ],
 )
-def test_whatever_the_model_is_members_train_as_one_process_does(prepare: Prepare) -> None:
+def test_members_train_any_model_like_one_process(prepare: Prepare) -> None:
     check(prepare, members=2, shares="fixed:1,3")
 
 
-def test_batch_normalisation_keeps_the_mean_of_all_members_statistics() -> None:
+def test_batch_normalisation_averages_the_statistics_of_all_members() -> None:
     def normed() -> tuple[Any, Any, dict[str, Any]]:
         x, y = data()
         return compiled(mlp(keras.layers.BatchNormalization())), (x[:SIZE], y[:SIZE]), {}
 
-    # In the first step all members still have the weights of one process, so that their means have its mean.
-    alone, found = fitted(1, normed, "equal", epochs=1)[0], fitted(3, normed, "fixed:1,2,3", epochs=1)
+    # In the first step all members still have the weights of one process, so that the mean of their means is its mean.
+    alone, results = fitted(1, normed, "equal", epochs=1)[0], fitted(3, normed, "fixed:1,2,3", epochs=1)
     moving_mean = 4
-    for one in found:
-        np.testing.assert_allclose(one["weights"][moving_mean], alone["weights"][moving_mean], rtol=0, atol=BOUND)
-        for mine, its in zip(one["weights"], found[0]["weights"], strict=True):
-            assert (mine == its).all()
+    for result in results:
+        np.testing.assert_allclose(result["weights"][moving_mean], alone["weights"][moving_mean], rtol=0, atol=BOUND)
+        for actual, first in zip(result["weights"], results[0]["weights"], strict=True):
+            assert (actual == first).all()
     assert abs(alone["weights"][moving_mean]).max() > 1e-4
 
 
@@ -256,19 +256,19 @@ def test_mixed_precision_trains_and_agrees(policy: str) -> None:
             model = compiled(mlp())
         finally:
             keras.config.set_dtype_policy("float64")
-        return model, tuple(one.astype("float32") for one in data()), {}
+        return model, tuple(array.astype("float32") for array in data()), {}
 
     alone = fitted(1, mixed, "equal")[0]
-    found = fitted(2, mixed, "fixed:1,3")
-    assert all((a == b).all() for a, b in zip(found[0]["weights"], found[1]["weights"], strict=True))
-    # Which steps overflow in half precision, and are skipped by all, depends on how large the shares are.
-    for mine, its in zip(found[0]["weights"], alone["weights"], strict=True):
+    results = fitted(2, mixed, "fixed:1,3")
+    assert all((a == b).all() for a, b in zip(results[0]["weights"], results[1]["weights"], strict=True))
+    # Which steps overflow in float16, and are skipped by all members, depends on the size of the shares.
+    for actual, expected in zip(results[0]["weights"], alone["weights"], strict=True):
         if policy == "mixed_bfloat16":
-            np.testing.assert_allclose(mine.astype("float64"), its.astype("float64"), rtol=0, atol=0.05)
-    assert found[0]["history"]["loss"][-1] < found[0]["history"]["loss"][0]
+            np.testing.assert_allclose(actual.astype("float64"), expected.astype("float64"), rtol=0, atol=0.05)
+    assert results[0]["history"]["loss"][-1] < results[0]["history"]["loss"][0]
 
 
-# --- what data may be
+# --- kinds of data
 
 
 class Items(keras.utils.PyDataset):
@@ -280,39 +280,39 @@ class Items(keras.utils.PyDataset):
         return x[7 * number : 7 * number + 7], y[7 * number : 7 * number + 7]
 
 
-def test_every_sample_of_a_pydataset_counts_once_an_epoch() -> None:
+def test_every_sample_of_a_pydataset_counts_once_per_epoch() -> None:
     check(lambda: (compiled(mlp()), (Items(),), {}), members=2, shares="fixed:1,2")
 
 
 @only_tensorflow
-def test_a_tf_data_pipeline_is_read_as_a_stream() -> None:
+def test_members_train_on_a_streamed_pipeline_like_one_process() -> None:
     def streamed() -> tuple[Any, Any, dict[str, Any]]:
         return compiled(mlp()), (tf.data.Dataset.from_tensor_slices(data()).batch(8),), {"shards": 4}
 
     check(streamed, members=2, shares="equal")
 
 
-def test_steps_per_epoch_cuts_epochs_as_keras_does() -> None:
-    found = check(usual, members=2, shares="fixed:1,2", steps_per_epoch=3)
-    assert found["steps"] == 9
-    assert len(found["history"]["loss"]) == 3
+def test_steps_per_epoch_ends_epochs_like_keras() -> None:
+    result = check(usual, members=2, shares="fixed:1,2", steps_per_epoch=3)
+    assert result["steps"] == 9
+    assert len(result["history"]["loss"]) == 3
 
 
-def test_arrays_come_in_the_type_that_keras_gives_them() -> None:
+def test_arrays_have_the_types_that_keras_gives_them() -> None:
     def types(given: Any, label: Any, weight: Any) -> list[str]:
-        x, y, weights = shoal.batches({"a": given}, label, weight, size=4).few()
+        x, y, weights = shoal.batches({"a": given}, label, weight, size=4).example()
         return [str(x["a"].dtype), str(y.dtype), str(weights.dtype)]
 
     def theirs(*given: Any) -> list[str]:
         seen: list[str] = []
 
-        class Looks(keras.Model):  # type: ignore[misc]
+        class RecordTypes(keras.Model):  # type: ignore[misc]
             def train_step(self, batch: Any) -> dict[str, Any]:
                 x, y, weights = batch
-                seen[:] = [keras.backend.standardize_dtype(one.dtype) for one in (x["a"], y, weights)]
+                seen[:] = [keras.backend.standardize_dtype(array.dtype) for array in (x["a"], y, weights)]
                 return {"loss": keras.ops.mean(x["a"])}
 
-        model = Looks()
+        model = RecordTypes()
         model.built = True
         model.compile("sgd", run_eagerly=True)
         model.fit({"a": given[0]}, given[1], sample_weight=given[2], verbose=0)
@@ -322,12 +322,12 @@ def test_arrays_come_in_the_type_that_keras_gives_them() -> None:
     assert types(double, whole, half) == theirs(double, whole, half) == ["float32", "int64", "float32"]
 
 
-# --- loops of one's own
+# --- a script's own loop
 
 
 @only_tensorflow
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_loop_with_a_gradient_tape_trains_as_one_process_does(traced: bool) -> None:
+def test_gradient_tape_loop_trains_like_one_process(traced: bool) -> None:
     def looped(members: int, shares: str, micro: int | None = None) -> list[list[Any]]:
         _float("float64")
         models = [mlp() for _ in range(members)]
@@ -354,15 +354,15 @@ def test_a_loop_with_a_gradient_tape_trains_as_one_process_does(traced: bool) ->
             _float("float32")
 
     alone = looped(1, "equal")[0]
-    for one in looped(3, "fixed:1,2,3", micro=2):
-        for mine, its in zip(one, alone, strict=True):
-            np.testing.assert_allclose(mine, its, rtol=0, atol=1e-10)
+    for weights in looped(3, "fixed:1,2,3", micro=2):
+        for actual, expected in zip(weights, alone, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10)
 
 
-# --- a global batch that is chosen
+# --- automatic batch size
 
 
-def test_a_global_batch_that_is_chosen_is_chosen_alike() -> None:
+def test_members_choose_the_same_automatic_batch() -> None:
     def body(session: FixedWorldSession) -> list[Any]:
         session.settings = msgspec.structs.replace(session.settings, batch="auto:4:40")
         model, _, _ = prepared[session.rank]
@@ -373,11 +373,11 @@ def test_a_global_batch_that_is_chosen_is_chosen_alike() -> None:
         return [run.step, *(keras.ops.convert_to_numpy(v).tolist() for v in model.variables)]
 
     prepared = [usual() for _ in range(2)]
-    one, other = together(2, body)
-    assert one == other
+    first, second = together(2, body)
+    assert first == second
 
 
-def test_a_schedule_cannot_follow_a_batch_that_is_chosen() -> None:
+def test_automatic_batch_refuses_a_learning_rate_schedule() -> None:
     session = StandaloneSession()
     session.settings = msgspec.structs.replace(session.settings, batch="auto:4:40")
     model, given, _ = scheduled()
@@ -386,18 +386,18 @@ def test_a_schedule_cannot_follow_a_batch_that_is_chosen() -> None:
         model.fit(shoal.batches(*given, size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
 
 
-# --- what cannot be trained
+# --- refusals
 
 
-def test_data_that_cannot_be_shared_out_is_refused() -> None:
+def test_batches_refuse_data_that_cannot_be_split() -> None:
     x, y = data()
     with pytest.raises(UnusableData, match="same number of samples"):
         shoal.batches(x, y[:-1], size=4)
     with pytest.raises(UnusableData, match="arrays are empty"):
         shoal.batches(x[:0], y[:0], size=4)
-    with pytest.raises(UnusableData, match=r"(?s)a generator cannot be shared out.*PyDataset"):
+    with pytest.raises(UnusableData, match=r"(?s)a generator cannot be split into shares.*PyDataset"):
         shoal.batches(((x, y) for _ in range(3)), size=4)
-    with pytest.raises(UnusableData, match="a list_iterator cannot be shared out"):
+    with pytest.raises(UnusableData, match="a list_iterator cannot be split into shares"):
         shoal.batches(x, iter([1]), size=4)
 
     class Endless(keras.utils.PyDataset):
@@ -408,14 +408,14 @@ def test_data_that_cannot_be_shared_out_is_refused() -> None:
         shoal.batches(Endless(), size=4)
 
 
-def test_another_backend_of_keras_is_refused_before_it_asks_for_what_there_is_not(monkeypatch: Any) -> None:
+def test_batches_refuse_an_unsupported_backend(monkeypatch: Any) -> None:
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    with pytest.raises(UnusableModel, match="jax backend cannot be used"):
+    with pytest.raises(UnusableModel, match="unsupported Keras backend 'jax'"):
         shoal.batches(*data(), size=4)
 
 
 @only_tensorflow
-def test_what_tensorflow_would_do_twice_is_refused() -> None:
+def test_endless_pipeline_and_distribution_strategy_are_refused() -> None:
     with pytest.raises(UnusableData, match="no end"):
         shoal.batches(tf.data.Dataset.from_tensor_slices(data()).batch(4).repeat(), size=4)
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
@@ -424,7 +424,7 @@ def test_what_tensorflow_would_do_twice_is_refused() -> None:
         model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
 
 
-def test_two_optimizer_steps_in_one_are_refused() -> None:
+def test_train_step_with_two_optimizer_steps_is_refused() -> None:
     class Twice(keras.Sequential):
         def train_step(self, given: Any) -> Any:
             super().train_step(given)
@@ -435,7 +435,7 @@ def test_two_optimizer_steps_in_one_are_refused() -> None:
         model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
 
 
-def test_an_elastic_callback_without_data_of_ours_says_what_to_do() -> None:
+def test_elastic_callback_without_shoal_batches_is_refused() -> None:
     def fit() -> None:
         compiled(mlp()).fit(*data(), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
 
@@ -443,43 +443,43 @@ def test_an_elastic_callback_without_data_of_ours_says_what_to_do() -> None:
         other.submit(fit).result()
 
 
-def test_an_optimizer_that_something_else_wraps_is_refused() -> None:
+def test_wrapped_optimizer_is_refused() -> None:
     model = compiled(mlp())
     object.__setattr__(model.optimizer, "apply", lambda *_: None)
     with pytest.raises(UnusableModel, match="wrapped"):
         model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
 
 
-def test_a_second_backup_is_refused(tmp_path: Any) -> None:
+def test_backup_and_restore_is_refused(tmp_path: Any) -> None:
     with pytest.raises(UnusableModel, match="BackupAndRestore"):
         shoal.Elastic(keras.callbacks.BackupAndRestore(str(tmp_path)))
 
 
-def test_a_second_fit_of_a_run_is_refused_rather_than_over_at_once() -> None:
+def test_second_fit_of_a_run_is_refused() -> None:
     model, run = compiled(mlp()), _alone()
     model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
     with pytest.raises(SecondTrainingLoop, match="once, with all its epochs"):
         model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=run)])
 
 
-def test_a_model_that_keras_has_used_before_is_fitted_all_the_same() -> None:
+def test_model_that_plain_keras_has_trained_can_be_fitted() -> None:
     model = compiled(mlp())
     model.fit(*data(), verbose=0)
     model.evaluate(*data(), verbose=0)
     run = _alone()
     with ThreadPoolExecutor() as other:
-        found, elastic = shoal.batches(*data(), size=8), shoal.Elastic(run=run)
-        other.submit(model.fit, found, verbose=0, callbacks=[elastic]).result()
+        batches, elastic = shoal.batches(*data(), size=8), shoal.Elastic(run=run)
+        other.submit(model.fit, batches, verbose=0, callbacks=[elastic]).result()
     assert run.step == 5
 
 
-def test_after_a_fit_the_model_is_trained_as_keras_does_it() -> None:
+def test_plain_keras_can_train_the_model_after_a_fit() -> None:
     model = compiled(mlp())
     model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
     assert_trains(model)
 
 
-def test_a_fit_that_cannot_begin_leaves_the_model_as_it_was() -> None:
+def test_fit_that_fails_to_begin_restores_the_model() -> None:
     model, (x, y) = compiled(mlp()), data()
     with ThreadPoolExecutor() as other, pytest.raises(NotAttached):
         other.submit(model.fit, x, y, verbose=0, callbacks=[shoal.Elastic(run=_alone())]).result()
@@ -496,22 +496,22 @@ def assert_trains(model: Any) -> None:
     before = [keras.ops.convert_to_numpy(v).copy() for v in model.trainable_variables]
     assert model.fit(*data(), verbose=0).history["loss"]
     model.train_on_batch(*data())
-    for one, other in zip(model.trainable_variables, before, strict=True):
-        assert (keras.ops.convert_to_numpy(one) != other).any()
+    for variable, value in zip(model.trainable_variables, before, strict=True):
+        assert (keras.ops.convert_to_numpy(variable) != value).any()
 
 
 @only_tensorflow
-def test_a_second_loop_of_a_run_is_refused_rather_than_over_at_once() -> None:
+def test_second_loop_of_a_run_is_refused() -> None:
     model, run = mlp(), _alone()
     optimizer = shoal.elastic(keras.optimizers.Adam(), model, run)
-    found = shoal.batches(*data(), size=8)
-    for x, y in found:
+    batches = shoal.batches(*data(), size=8)
+    for x, y in batches:
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(model(x) - y))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     with pytest.raises(SecondTrainingLoop, match="one loop over all epochs"):
-        next(iter(found))
+        next(iter(batches))
 
 
 def _alone() -> Any:
@@ -527,7 +527,7 @@ def test_callbacks_see_the_same_metrics_and_stop_together(tmp_path: Any) -> None
     _float("float32")
     written: list[int] = []
 
-    class Once(keras.callbacks.CSVLogger):
+    class RecordingLogger(keras.callbacks.CSVLogger):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             written.append(epoch)
             super().on_epoch_end(epoch, logs)
@@ -536,23 +536,23 @@ def test_callbacks_see_the_same_metrics_and_stop_together(tmp_path: Any) -> None
         model, given, _ = prepared[session.rank]
         run = shoal.Run(session, "test", "unused")
         stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
-        callbacks = [shoal.Elastic(stop, Once(str(tmp_path / "log.csv")), run=run)]
-        found = shoal.batches(*given, size=SIZE, shares="fixed:1,2,3")
-        model.fit(found, epochs=9, verbose=0, callbacks=callbacks)
+        callbacks = [shoal.Elastic(stop, RecordingLogger(str(tmp_path / "log.csv")), run=run)]
+        batches = shoal.batches(*given, size=SIZE, shares="fixed:1,2,3")
+        model.fit(batches, epochs=9, verbose=0, callbacks=callbacks)
         saved = run._training_state.capture()
         stop.wait = stop.best = -1
         run._training_state.load(saved[0], saved[1])
         return run.step, stop.wait, float(stop.best)
 
-    found = together(3, body)
-    assert found[0] == found[1] == found[2]
-    assert found[0][:2] == (8, 1)
-    assert found[0][2] > 0
-    assert written == [0, 1], "only the writer is to write"
+    results = together(3, body)
+    assert results[0] == results[1] == results[2]
+    assert results[0][:2] == (8, 1)
+    assert results[0][2] > 0
+    assert written == [0, 1], "a member other than the writer wrote"
 
 
-def test_who_writes_next_knows_which_model_was_the_best(tmp_path: Any) -> None:
-    prepared, kept = [usual() for _ in range(2)], str(tmp_path / "best.weights.h5")
+def test_next_writer_knows_the_best_score(tmp_path: Any) -> None:
+    prepared, path = [usual() for _ in range(2)], str(tmp_path / "best.weights.h5")
 
     def body(session: FixedWorldSession) -> Any:
         class Judge(keras.callbacks.Callback):  # type: ignore[misc]
@@ -567,7 +567,7 @@ def test_who_writes_next_knows_which_model_was_the_best(tmp_path: Any) -> None:
 
         model, given, _ = prepared[session.rank]
         best: list[Any] = []
-        save = keras.callbacks.ModelCheckpoint(kept, "quality", save_best_only=True, save_weights_only=True, mode="max")
+        save = keras.callbacks.ModelCheckpoint(path, "quality", save_best_only=True, save_weights_only=True, mode="max")
         elastic = shoal.Elastic(Judge(), save, Note(), run=shoal.Run(session, "test", "unused"))
         model.fit(shoal.batches(*given, size=SIZE), epochs=4, verbose=0, callbacks=[elastic])
         assert save.best == 3.0
@@ -575,16 +575,16 @@ def test_who_writes_next_knows_which_model_was_the_best(tmp_path: Any) -> None:
 
     best = together(2, body)[0]
     model = mlp()
-    model.load_weights(kept)
-    for mine, its in zip(model.get_weights(), best, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    model.load_weights(path)
+    for actual, expected in zip(model.get_weights(), best, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
-# --- shares that change
+# --- changing shares
 
 
 @only_tensorflow
-def test_changing_shares_never_trace_anew() -> None:
+def test_changing_shares_do_not_trace_again() -> None:
     traces: list[int] = []
 
     def body(session: FixedWorldSession) -> None:
@@ -605,9 +605,9 @@ def test_changing_shares_never_trace_anew() -> None:
 
 @only_tensorflow
 @pytest.mark.timeout(400)
-def test_all_of_this_holds_on_the_torch_backend() -> None:
-    here = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+def test_suite_passes_on_the_torch_backend() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
-        here, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=380
+        command, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=380
     )
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,1 +1,1 @@
-"""What faults and steps cost with Shoal and with its peers: `python -m benchmarks`."""
+"""Benchmarks of Shoal and its peers: what faults and steps cost (`python -m benchmarks`)."""

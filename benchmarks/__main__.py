@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measures everything in one run, writes JSON, prints the table of goals."""
+"""`python -m benchmarks`: measure everything in one run, write JSON, and print the table of goals."""
 
 from __future__ import annotations
 

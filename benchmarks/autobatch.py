@@ -3,9 +3,9 @@
 python -m benchmarks.autobatch [--quick] [--json FILE]
 
 A small classifier learns from generated data by SGD with momentum, or by Adam. Every side has the same start, data and
-learning rate for a batch of 32, which the same law scales to its own; `auto` may choose. A step's batch is cut into
-unequal pieces, which play the members. Sides take turns, so that what else the machine does hits all of them, and a
-step counts with the CPU time of its thread, plus what an exchange with other machines would take (`exchange_s`).
+learning rate for a batch of 32, which the same rule scales to its own batch; `auto` chooses its batch. The batch of a
+step is cut into unequal pieces, which stand for members. Sides take turns, so that other load on the machine affects
+all of them. A step costs the CPU time of its thread plus the time of an emulated exchange (`exchange_s`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TURN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Until which loss a model is trained, what an exchange takes, and by which optimizer."""
+    """The target loss, the cost of an exchange, and the optimizer."""
 
     name: str
     target: float
@@ -63,7 +63,7 @@ TASKS = (
 
 
 class Costs:
-    """What a step takes, fitted to the sizes that were seen: seconds = fixed + per sample."""
+    """Cost of a step, fitted to the measured sizes: seconds = fixed + per sample."""
 
     def __init__(self) -> None:
         self._seen: dict[int, list[float]] = defaultdict(list)
@@ -93,7 +93,7 @@ class Costs:
 
 @dataclass
 class Side:
-    """One training run: of a fixed batch, or of `auto` for None."""
+    """One training run with a fixed batch, or with `auto` if the batch is None."""
 
     size: int | None
     model: torch.nn.Module
@@ -105,7 +105,7 @@ class Side:
     decisions: list[BatchChange] = field(default_factory=list)
 
     def train(self, data: tuple[torch.Tensor, ...], check: tuple[torch.Tensor, ...]) -> Iterator[None]:
-        """One step after the other, until the target is reached."""
+        """Train step by step until the target is reached."""
         bounds = BOUNDS if self.size is None else (self.size, self.size)
         optimizer = self.task.make(self.model.parameters())
         rate: float = optimizer.param_groups[0]["lr"]
@@ -139,7 +139,7 @@ class Side:
     def _gradients(
         self, shares: shares_split.Shares, batch: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> tuple[list[float], float]:
-        """Leave the gradient of the whole batch in the parameters; the squared norms of the pieces', and its own."""
+        """Store the gradient of the batch in the parameters; return the squared norms of the pieces and of it."""
         parameters, size, start = list(self.model.parameters()), sum(shares), 0
         whole = [torch.zeros_like(parameter) for parameter in parameters]
         squares = []
@@ -163,7 +163,7 @@ class Side:
 
 
 def _square(gradients: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> float:
-    """The squared norm of gradients, as the optimizer sees them: Adam divides each by its usual size."""
+    """Return the squared norm of gradients as the optimizer uses them: Adam divides each by its usual size."""
     total = 0.0
     for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
         state = optimizer.state[parameter]
@@ -178,7 +178,7 @@ def _square(gradients: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer)
 
 
 def generated(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples that a fixed random network has labelled, a tenth of them wrongly."""
+    """Return samples labelled by a fixed random network, a tenth of them wrongly."""
     chance = torch.Generator().manual_seed(seed)
     x = torch.randn(SAMPLES + 2000, WIDTH, generator=chance)
     hidden = torch.tanh(x @ torch.randn(WIDTH, 32, generator=chance) / WIDTH**0.5)
@@ -188,7 +188,7 @@ def generated(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def race(task: Task, seed: int, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """All sides learn the same, in turns; the seconds that each took."""
+    """Train all sides in turns and return the seconds that each took."""
     torch.manual_seed(seed)
     x, y = generated(seed)
     layers = torch.nn.Linear(WIDTH, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU()
@@ -211,7 +211,7 @@ def race(task: Task, seed: int, sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def compare(quick: bool, only: str = "") -> list[dict[str, Any]]:
-    """For every task the seconds of each side, and those of `auto` over the best fixed batch's."""
+    """Return, for every task, the seconds of each side and the ratio of `auto` to the best fixed batch."""
     torch.set_num_threads(1)
     found = []
     for task in TASKS[1:2] if quick else (task for task in TASKS if only in task.name):
@@ -234,7 +234,7 @@ def _name(side: Side) -> str:
 
 
 def render(found: list[dict[str, Any]]) -> str:
-    """A Markdown table: seconds to the target, by batch."""
+    """Return a Markdown table of the seconds to the target by batch."""
     names = list(found[0]["seconds"])
     lines = [f"| seconds to the target | {' | '.join(names)} | auto / best |", "| --- " * (len(names) + 2) + "|"]
     for one in found:

@@ -1,4 +1,4 @@
-"""Reads the commit logs that the members of a job write, one file a process."""
+"""Commit logs of a job's members, one file per process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.processes import is_running
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One process applied one step. `samples` is 0 if it only received the step."""
+    """A step that one process applied. `samples` is 0 if it only received the step."""
 
     pid: int
     step: int
@@ -25,11 +25,11 @@ class Commit:
 
 
 class TimedOutError(Exception):
-    """What was waited for did not happen in time."""
+    """An expected commit did not happen in time."""
 
 
 class Commits:
-    """All commits of a job so far, in order of time. `running` says whether one of its processes lives."""
+    """All commits of a job so far, in order of time. `running` says whether a process is alive."""
 
     def __init__(self, directory: Path, running: Callable[[int], bool] = is_running) -> None:
         self._directory = directory
@@ -38,7 +38,7 @@ class Commits:
         self._all: list[Commit] = []
 
     def refresh(self) -> list[Commit]:
-        """Reads what was written since the last call; returns all."""
+        """Read new lines of the logs and return all commits."""
         for path in self._directory.glob("*.commits"):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -58,21 +58,25 @@ class Commits:
         return [commit for commit in self.refresh() if at - within_s <= commit.at <= at]
 
     def wait_for(
-        self, found: Callable[[Commit], bool], since: float, timeout_s: float, alive: Callable[[], bool] = lambda: True
+        self,
+        matches: Callable[[Commit], bool],
+        since: float,
+        timeout_s: float,
+        alive: Callable[[], bool] = lambda: True,
     ) -> Commit:
-        """The first commit after `since` that `found` accepts; TimedOutError if none comes, or the job is over."""
+        """Return the first commit after `since` that `matches` accepts; raise TimedOutError if there is none."""
         ends = time.monotonic() + timeout_s
         while True:
             over = not alive() or time.monotonic() > ends
             for commit in self.after(since):
-                if found(commit):
+                if matches(commit):
                     return commit
             if over:
                 raise TimedOutError(f"no such commit in {timeout_s:.0f} s")
             time.sleep(0.02)
 
     def wait_until_steady(self, members: int, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> list[int]:
-        """Waits until `members` processes have contributed to the last ten steps in one world; their pids."""
+        """Wait until `members` processes have contributed to the last ten steps of one world; return their pids."""
         ends = time.monotonic() + timeout_s
         while time.monotonic() < ends and alive():
             recent: dict[int, set[int]] = {}
@@ -88,12 +92,12 @@ class Commits:
 
 
 def step_time_s(commits: list[Commit]) -> float:
-    """The median time between consecutive commits of one process."""
+    """Return the median time between consecutive commits of one process."""
     return median(gaps_s(commits) or [0.0])
 
 
 def gaps_s(commits: list[Commit]) -> list[float]:
-    """Times between consecutive commits, process by process."""
+    """Return the times between consecutive commits of each process."""
     by_pid: dict[int, list[float]] = {}
     for commit in commits:
         by_pid.setdefault(commit.pid, []).append(commit.at)
@@ -101,7 +105,7 @@ def gaps_s(commits: list[Commit]) -> list[float]:
 
 
 def longest_gap_s(commits: list[Commit], pids: Collection[int], since: float) -> float:
-    """The longest time between commits of one of `pids` that ends after `since`; of anybody's if there are none."""
+    """Return the longest gap between commits of any of `pids` (of all processes if empty) that ends after `since`."""
     longest = 0.0
     for group in [{pid} for pid in pids] or [{commit.pid for commit in commits}]:
         times = [commit.at for commit in commits if commit.pid in group]
@@ -110,7 +114,7 @@ def longest_gap_s(commits: list[Commit], pids: Collection[int], since: float) ->
 
 
 def steps_lost(before: list[Commit], after: list[Commit]) -> int:
-    """How many steps that were committed before a fault had to be committed again, in another world, after it."""
+    """Return how many steps committed before a fault were committed again after it, in another world."""
     again = [commit.step for commit in after if commit.world != before[-1].world]
     reached = max(commit.step for commit in before)
     return max(0, reached + 1 - min(again, default=reached + 1))

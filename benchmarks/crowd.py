@@ -1,9 +1,9 @@
 """Many agents and members in one process, each with a connection of its own, that speak the real protocol.
 
-python -m benchmarks.crowd URL TOKEN_FILE       told what to do, and asked, in lines of JSON; see `Crowd`
+python -m benchmarks.crowd URL TOKEN_FILE       reads commands and writes replies, one line of JSON each; see `Crowd`
 
-The agents' side is the real `CoordinatorLink`. A member says and answers what a real one does, at the same intervals,
-but trains nothing and needs no threads: two thousand of those do not fit on a machine that is to be measured.
+Agents use the real `AgentUplink`. A member sends and answers the messages of a real one at the same intervals, but does
+not train and has no threads: two thousand real members do not fit on the machine that is measured.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOOK_S = 0.01
 
 
 class Socket(asyncio.Protocol):
-    """A WebSocket without frills: the server's frames come in whole, ours go out with an empty mask."""
+    """A minimal WebSocket client: it receives unfragmented frames and sends frames with an empty mask."""
 
     def __init__(self, request: bytes, member: Member) -> None:
         self._request, self._member = request, member
@@ -77,7 +77,7 @@ class Socket(asyncio.Protocol):
             self._member.got(*frame)
 
     def _next(self) -> tuple[int, bytes] | None:
-        """The next whole frame, as its opcode and payload."""
+        """Return the opcode and payload of the next complete frame, or None."""
         read = self._read
         if len(read) < 2:
             return None
@@ -94,7 +94,7 @@ class Socket(asyncio.Protocol):
         return read[0] & 15, read[begins : begins + size]
 
     def send(self, *frames: tuple[int, bytes]) -> None:
-        """Frames in one packet, as `worker.link` sends them, each as its opcode and payload."""
+        """Send frames, each an opcode and a payload, in one packet, as `worker.session.uplink` does."""
         if len(frames) > 1:
             self._cork(1)
         for opcode, data in frames:
@@ -119,14 +119,14 @@ def _framed(opcode: int, data: bytes) -> bytes:
 
 
 class Member:
-    """What a member says: hello, ready, a beat and a ping now and then, and an answer to every change of the world."""
+    """A member's messages: hello, ready, heartbeats with pings, and an answer to every change of the world."""
 
     def __init__(self, crowd: Crowd, order: agent_messages.StartMemberMsg) -> None:
         self.crowd, self.order = crowd, order
         self.world: World | None = None
         self.ended = False
         self.socket: Socket | None = None
-        self._beating = False
+        self._sends_heartbeats = False
         self._answered_at = 0.0
         number = len(crowd.members)
         self._address = Address(f"10.{number >> 8 & 255}.{number & 255}.7", random.randrange(32_768, 61_000))
@@ -134,15 +134,15 @@ class Member:
         self.heartbeat_s = float(self._settings["heartbeat_s"])
 
     async def connect(self) -> None:
-        """Find the coordinator, as `worker.link` does: again and again, and a little later each time."""
+        """Connect to the coordinator; retry with growing pauses, as `worker.session.uplink` does."""
         loop, (host, port) = asyncio.get_running_loop(), self.crowd.place
         for attempt in itertools.count():
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
-                    made = await loop.create_connection(
+                    _, protocol = await loop.create_connection(
                         lambda: Socket(self.crowd.request, self), host, port, ssl=self.crowd.tls
                     )
-                    await made[1].open
+                    await protocol.open
                 return
             except (OSError, TimeoutError):
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
@@ -152,25 +152,25 @@ class Member:
         order, world = self.order, self.world
         address = (order.run, order.member, order.incarnation, self._address, os.getpid())
         where = (world.number, self.crowd.step) if world is not None else (None, None)
-        self.say(ms.MemberHelloMsg(PROTOCOL, shoal.__version__, *address, *where))
+        self.send(ms.MemberHelloMsg(PROTOCOL, shoal.__version__, *address, *where))
         if world is None:
-            self.say(
+            self.send(
                 ms.ReadyMsg("layers=12;width=768;optimizer=adamw;data=0f3a9c", None, speed=random.uniform(3e4, 5e4))
             )
-        if self._beating:
+        if self._sends_heartbeats:
             return
-        self._beating = True
-        # As many processes that were started by themselves would.
-        asyncio.get_running_loop().call_later(self.heartbeat_s * (hash(order.member) % 997) / 997, self._beat)
+        self._sends_heartbeats = True
+        # Spread the heartbeats, as those of processes that start independently are.
+        asyncio.get_running_loop().call_later(self.heartbeat_s * (hash(order.member) % 997) / 997, self._send_heartbeat)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         if self.ended:
             return
-        asyncio.get_running_loop().call_later(self.heartbeat_s, self._beat)
+        asyncio.get_running_loop().call_later(self.heartbeat_s, self._send_heartbeat)
         world, step = self.world, self.crowd.step
         if self.socket is None:
             return
-        beat = ms.HeartbeatMsg(
+        heartbeat = ms.HeartbeatMsg(
             *(world.number if world else None, step if world else None, "compute", 0.1, STEP_S),
             total_steps=100_000,
             share=8,
@@ -180,13 +180,13 @@ class Member:
             spent=ms.StepTimes(0.01, 0.4, 0.05, 0.04),
             batch=8192,
         )
-        asks = time.monotonic() - self._answered_at > float(self._settings["lease_s"]) / PINGS_PER_SILENCE
-        ping = [(9, step.to_bytes(4, "big"))] if asks else []
-        self.socket.send((2, codec.from_member.encode(beat)), *ping)
+        pings = time.monotonic() - self._answered_at > float(self._settings["lease_s"]) / PINGS_PER_SILENCE
+        ping_frames = [(9, step.to_bytes(4, "big"))] if pings else []
+        self.socket.send((2, codec.from_member.encode(heartbeat)), *ping_frames)
         self.crowd.counts["HeartbeatMsg"] += 1
-        self.crowd.counts["pings"] += asks
+        self.crowd.counts["pings"] += pings
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.crowd.counts[type(message).__name__] += 1
         if self.socket is not None:
             self.socket.send((2, codec.from_member.encode(message)))
@@ -199,7 +199,7 @@ class Member:
             self.socket.send((10, data))
         elif opcode == 2:
             message = self.crowd.decoded(data)
-            self.crowd.heard(message, len(data))
+            self.crowd.received(message, len(data))
             self._answer(message)
 
     def _answer(self, message: Any) -> None:
@@ -211,9 +211,9 @@ class Member:
         elif isinstance(message, ms.PrepareWorldMsg) and message.world.rank_of(me) is not None:
             if self.world is None or self.world.number < message.world.number:
                 self.world = message.world
-                self.say(ms.WorldEnteredMsg(message.world.number, self.crowd.step))
+                self.send(ms.WorldEnteredMsg(message.world.number, self.crowd.step))
         elif isinstance(message, ms.DissolveWorldMsg) and self.world is not None:
-            self.say(ms.WorldBrokenMsg(self.world.number, self.crowd.step))
+            self.send(ms.WorldBrokenMsg(self.world.number, self.crowd.step))
             self.world = None
 
     def hung_up(self) -> None:
@@ -249,7 +249,7 @@ class Crowd:
         self._linked = 0
         self._held: deque[agent_messages.StartMemberMsg] = deque()
         self._hold = 0
-        self._doors = asyncio.Semaphore(CONNECTING_AT_ONCE)
+        self._connecting = asyncio.Semaphore(CONNECTING_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._began = time.monotonic()
         self._last: tuple[bytes, Any] = (b"", None)
@@ -258,7 +258,7 @@ class Crowd:
     def step(self) -> int:
         return int((time.monotonic() - self._began) / STEP_S)
 
-    # --- what agents do
+    # --- agents
 
     async def _agent(self, name: str) -> None:
         outbox = self._outboxes[name] = Outbox()
@@ -283,14 +283,14 @@ class Crowd:
         self._linked += 1
 
     def _obey(self, agent: str, order: agent_messages.ToAgent) -> None:
-        self.heard(order, 0)
+        self.received(order, 0)
         if not isinstance(order, agent_messages.StartMemberMsg):
             return
-        known = order.member in self.members
+        restarted = order.member in self.members
         self._outboxes[agent].put(
             agent_messages.MemberStartedMsg(order.run, order.member, order.incarnation, os.getpid(), warm=True)
         )
-        if known:
+        if restarted:
             asyncio.get_running_loop().call_later(BACK_AFTER_S, self._start, order)
         elif self._hold:
             self._hold -= 1
@@ -303,13 +303,13 @@ class Crowd:
         self.in_background(self._connect(member))
 
     async def _connect(self, member: Member) -> None:
-        async with self._doors:
+        async with self._connecting:
             await member.connect()
 
-    async def _come(self, names: list[str]) -> None:
-        """A few at a time, as machines are started."""
+    async def _start_agents(self, names: list[str]) -> None:
+        """Start agents, a few at a time, as machines start."""
         for name in names:
-            async with self._doors:
+            async with self._connecting:
                 self.in_background(self._agent(name))
                 await asyncio.sleep(0)
             while self._linked < len(self._outboxes) - CONNECTING_AT_ONCE:
@@ -326,37 +326,37 @@ class Crowd:
             self.counts["failed"] += 1
             sys.stderr.write(f"{error!r}\n")
 
-    # --- what members hear
+    # --- messages to members
 
     def decoded(self, data: bytes) -> Any:
-        """A message; what all are told is decoded once here, because each of them has a machine of its own."""
+        """Return the decoded message; a broadcast is decoded only once, because real members have a machine each."""
         if data != self._last[0]:
             self._last = (data, codec.to_member.decode(data))
         return self._last[1]
 
-    def heard(self, message: object, size_bytes: int) -> None:
+    def received(self, message: object, size_bytes: int) -> None:
         kind = type(message).__name__
         self.counts[kind] += 1
         self.sizes[kind] += size_bytes
 
-    # --- what it is told and asked
+    # --- commands
 
-    async def obey(self, told: dict[str, Any]) -> object:
-        """Do as one line says; what it answers is what is asked for."""
-        match told:
+    async def execute(self, command: dict[str, Any]) -> object:
+        """Execute one command and return the counters afterwards."""
+        match command:
             case {"do": "agents", "names": names, "hold": hold}:
                 self._machine = machine_info.machine("")
                 self._hold = hold
                 before = self._linked
-                await self._come(names)
+                await self._start_agents(names)
                 await self._until(lambda: self._linked >= before + len(names))
             case {"do": "release"}:
                 self._start(self._held.popleft())
             case {"do": "crash", "member": name}:
                 order = self.members[name].order
                 self.members[name].crash()
-                fate = (order.run, order.member, order.incarnation, None, 9, "infrastructure", "killed by SIGKILL")
-                self._outboxes[name.partition("/")[0]].put(agent_messages.MemberExitedMsg(*fate))
+                exited = (order.run, order.member, order.incarnation, None, 9, "infrastructure", "killed by SIGKILL")
+                self._outboxes[name.partition("/")[0]].put(agent_messages.MemberExitedMsg(*exited))
             case {"do": "hello", "count": count, "agents": agents}:
                 await self._until(lambda: self.counts["WelcomeMsg"] >= count and self._linked >= agents)
             case {"do": "told", "kind": kind, "count": count}:
@@ -368,18 +368,18 @@ class Crowd:
                     task.cancel()
         return {"counts": self.counts, "sizes": self.sizes, "members": len(self.members), "agents": self._linked}
 
-    async def _until(self, so: Any) -> None:
-        while not so():
+    async def _until(self, condition: Any) -> None:
+        while not condition():
             if self.counts["failed"]:
                 raise RuntimeError("a connection failed")
             await asyncio.sleep(LOOK_S)
 
 
 async def main(url: str, token_file: str) -> None:
-    """Answer line by line until there are no more."""
+    """Execute commands from standard input, one per line, until it ends."""
     crowd, loop = Crowd(url, token_file), asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        print(json.dumps(await crowd.obey(json.loads(line))), flush=True)
+        print(json.dumps(await crowd.execute(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The peers' own virtual environments, made once under benchmarks/.envs."""
+"""Virtual environments of the peers, created once under benchmarks/.envs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REQUIREMENTS = {
 
 
 def ready(name: str) -> Path:
-    """The `bin` directory of a peer's environment, which is made first if it does not exist."""
+    """Return the `bin` directory of a peer's environment; create the environment if it does not exist."""
     home = ENVIRONMENTS / name
     done = home / "requirements.txt"
     wanted = "\n".join(REQUIREMENTS[name])

@@ -1,22 +1,22 @@
-"""What an evaluator on its own core costs the trainers: step time with and without it.
+"""Cost of an evaluator to the trainers, on its own core: step time with and without it.
 
 python -m benchmarks.evaluator [--quick] [--out FILE]      about 22 minutes, 6 with --quick, on a quiet machine
 
 One trainer has the first core; the evaluator, the coordinator and the agent have the last one. Checkpoints are written
-every few seconds, more often than is usual, and are measured by themselves too. The evaluator scores for most of the
-time; how much of it is told. Runs of the sides take turns, and each turn begins with another side, so that whatever
-else the machine does hits all of them. A side's figure is the median over its runs of the mean step; its slow-down is
+every few seconds, more often than usual, and are also measured alone. The evaluator scores for most of the time; the
+result says for how much of it. The sides take turns, and each turn begins with another side, so that other load on the
+machine affects all of them. A side's figure is the median over its runs of the mean step; its slow-down is
 the ratio of medians, with the lowest and the highest ratio of a single turn as its spread. The trainer's CPU time says
 what remains on a machine that is not quiet. `shared` leaves it to the system which core each process gets.
 
-The cores of a machine share caches, memory and, where they are virtual, sometimes one another. So `stranger` has the
-same scoring done on the last core by a process that knows nothing of the run: what that costs is the machine's, and
+The cores of a machine share caches, memory and, if they are virtual, sometimes a physical core. So in `stranger` a
+process that has nothing to do with the run does the same scoring on the last core: its cost is the machine's, and only
 what the evaluator costs beyond it is Shoal's.
 
-A machine's mood changes more from run to run than an evaluator could slow anybody down. So the figure comes from within
-one run: the evaluator is stopped and let go on in turns of a second, and each turn at work is compared with the two
-around it. Given are the median over all turns and the interval in which it lies with 95 % probability; the stranger is
-stopped and let go on likewise. The sides above say what checkpoints cost, as far as the mood allows.
+The speed of a machine varies more from run to run than an evaluator could slow a trainer down. So the figure comes from
+within one run: the evaluator is stopped and continued every second, and each second at work is compared with the two
+around it. The result is the median over all turns with its 95 % confidence interval; the stranger is stopped and
+continued likewise. The sides above show the cost of checkpoints, as far as that variation allows.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ SHARED = Side("shared", evaluator=True, checkpoints=True, pin=False)
 
 
 def idle(_process: subprocess.Popen[bytes], _folder: Path) -> None:
-    """There is nothing to do while a run goes on."""
+    """Do nothing while a run continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """When each step of one run ended and the trainer's CPU time by then; from when to when the evaluator scored."""
+    """Record of one run: end of each step, the trainer's CPU time by then, and the intervals of scoring."""
 
     begins_at: float
     steps: list[tuple[float, float]]
@@ -83,7 +83,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The mean step of one run and its CPU time, in seconds, and the part of the time that the evaluator scored."""
+    """Mean step time and CPU time of one run, in seconds, and the fraction of time that the evaluator scored."""
 
     step_s: float
     cpu_s: float
@@ -91,7 +91,7 @@ class Figures:
 
 
 def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[bytes], Path], None] = idle) -> Told:
-    """One run of a side."""
+    """Run a side once."""
     with tempfile.TemporaryDirectory() as folder:
         cores = {"trainer": CORES[0], "evaluator": CORES[-1]} if side.pin else {}
         plan = {"out": folder, "seconds": seconds, "score_s": 0.9 * EVERY_S, "cores": cores}
@@ -124,7 +124,7 @@ def played(side: Side, seconds: float, meanwhile: Callable[[subprocess.Popen[byt
 
 @contextlib.contextmanager
 def beside(environ: dict[str, str]) -> Iterator[None]:
-    """The stranger, for as long as a run takes."""
+    """Run the stranger beside a run."""
     with subprocess.Popen([sys.executable, str(SCRIPT), "stranger"], env=environ) as process:
         try:
             yield
@@ -133,7 +133,7 @@ def beside(environ: dict[str, str]) -> Iterator[None]:
 
 
 def figures_of(told: Told) -> Figures:
-    """What a run says after its first few seconds."""
+    """Return the figures of a run without its first few seconds."""
     kept = [pair for pair in told.steps if pair[0] >= told.begins_at]
     (first, first_cpu), (last, last_cpu), count = kept[0], kept[-1], len(kept) - 1
     scoring_s = sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in told.scored)
@@ -141,7 +141,7 @@ def figures_of(told: Told) -> Figures:
 
 
 def in_turns(side: Side, seconds: float) -> list[float]:
-    """How much longer steps take in each turn in which the evaluator (or the stranger) is at work, as a ratio."""
+    """Return, for each turn, how much longer steps take while the evaluator or the stranger works, as a ratio."""
     turns: list[tuple[float, bool]] = []
 
     def alternate(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -183,7 +183,7 @@ def evaluator_of(process: subprocess.Popen[bytes]) -> psutil.Process | None:
 
 
 def ratios_of(turns: Sequence[tuple[float, bool]], times: Sequence[float]) -> list[float]:
-    """The mean step of every turn at work over those of the two stopped turns around it."""
+    """Return the ratio of the mean step of each working turn to that of the two stopped turns around it."""
     means: list[tuple[bool, float | None]] = []
     for (begins, stopped), (ends, _) in itertools.pairwise(turns):
         inside = [at for at in times if begins + SETTLE_S < at < ends]
@@ -197,14 +197,14 @@ def ratios_of(turns: Sequence[tuple[float, bool]], times: Sequence[float]) -> li
 
 
 def median_of(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the interval in which it lies with 95 % probability, whatever the distribution."""
+    """Return the median and its distribution-free 95 % confidence interval."""
     ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
     low, high = max(0, math.floor(len(ordered) / 2 - half)), min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
     return statistics.median(ordered), ordered[low], ordered[high]
 
 
 def slowdown(mine: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """The ratio of medians, and the lowest and the highest ratio of a turn."""
+    """Return the ratio of medians and the lowest and highest ratio of a turn."""
     ratios = [one / other for one, other in zip(mine, base, strict=True)]
     return statistics.median(mine) / statistics.median(base), min(ratios), max(ratios)
 
@@ -239,7 +239,7 @@ def main() -> None:
 
 
 def render(about: dict[str, Any], found: dict[str, list[Figures]], turns: dict[str, list[float]]) -> str:
-    """What was found, as tables."""
+    """Return the results as tables."""
     met = median_of(turns[EVALUATOR.name])[0] <= GOAL
     lines = [
         "# What an evaluator costs the trainers",

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.exact`: what exact mode costs, against the same micro-batches without it.
+"""`python -m benchmarks.exact`: cost of exact mode against the same micro-batches without it.
 
-Every member trains two models, one in each mode, and takes turns between them block by block, so that whatever else
-the machine does falls on both. Members are processes with a real ring between them on loopback.
+Every member trains two models, one in each mode, and alternates between them block by block, so that other load on the
+machine affects both. Members are processes with a real ring between them on loopback.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MODES = ("micro", "exact")
 
 
 def compare(model: str, members: int, batch: int, shards: int, blocks: int, steps: int, shares: str) -> dict[str, Any]:
-    """Median seconds and CPU seconds of a step in each block, by mode, and the medians of the blocks' ratios.
+    """Return the median seconds and CPU seconds of a step per block and mode, and the medians of the blocks' ratios.
 
-    On a busy machine trust the CPU seconds: what others compute is not in them.
+    On a busy machine trust the CPU seconds, which exclude the work of other processes.
     """
     pairs = {mode: [_loopback_pair() for _ in range(members)] for mode in MODES}
     results, send = multiprocessing.Pipe(duplex=False)
@@ -77,7 +77,7 @@ def _steps(loop: Iterator[None], count: int) -> list[float]:
 
 
 def _loop(mode: str, session: FixedWorldSession, model: str, batch: int, shards: int, shares: str) -> Iterator[None]:
-    """Train for ever; one value a committed step."""
+    """Train without end; yield once per committed step."""
     run, network, data = Run(session, mode, "unused"), job.build_model(model), job.build_dataset()
     optimizer = job.build_optimizer(network)
     run.attach(network, optimizer)

@@ -1,4 +1,4 @@
-"""What happens to a job of three members, and what it cost: one function a fault, seconds out."""
+"""Faults of a job with three members: one function per fault, which returns its cost in seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Figures = dict[str, float]
 
 
 def crash(side: Side, chance: random.Random) -> Figures:
-    """kill -9 of one member at any point of a step; it is started again by whoever does that on this side."""
+    """Kill one member with SIGKILL at a random point of a step; the side restarts it by its own means."""
     pids = side.commits.wait_until_steady(MOST_MEMBERS, STEADY_S, side.alive)
     victim = chance.choice(pids)
     _wait_within_step(side, chance)
@@ -28,7 +28,7 @@ def crash(side: Side, chance: random.Random) -> Figures:
 
 
 def hang(side: Side, chance: random.Random) -> Figures:
-    """SIGSTOP of one member, and SIGCONT once the others go on."""
+    """Stop one member with SIGSTOP, and continue it once the others train again."""
     pids = side.commits.wait_until_steady(MOST_MEMBERS, STEADY_S, side.alive)
     victim = chance.choice(pids)
     _wait_within_step(side, chance)
@@ -47,7 +47,7 @@ def hang(side: Side, chance: random.Random) -> Figures:
 
 
 def notice(side: Side, chance: random.Random) -> Figures:
-    """SIGTERM to one member: how long until it is gone, and what it cost the others."""
+    """Send SIGTERM to one member; return the time until it has ended and the cost to the others."""
     pids = side.commits.wait_until_steady(MOST_MEMBERS, STEADY_S, side.alive)
     victim = chance.choice(pids)
     _wait_within_step(side, chance)
@@ -61,7 +61,7 @@ def notice(side: Side, chance: random.Random) -> Figures:
 
 
 def loss(side: Side, chance: random.Random) -> Figures:
-    """A member and whatever keeps it running are taken away at once and for good."""
+    """Remove a member and the process that keeps it running, at once and for good."""
     pids = side.commits.wait_until_steady(MOST_MEMBERS, STEADY_S, side.alive)
     victim = chance.choice([pid for pid in pids if side.can_lose(pid)])
     _wait_within_step(side, chance)
@@ -71,7 +71,7 @@ def loss(side: Side, chance: random.Random) -> Figures:
 
 
 def join(side: Side, chance: random.Random) -> Figures:
-    """One member is added to two that train; what the two feel, and when the third contributes."""
+    """Add one member to two that train; return their stall and the time of the third's first contribution."""
     pids = side.commits.wait_until_steady(MOST_MEMBERS - 1, STEADY_S, side.alive)
     _wait_within_step(side, chance)
     at = time.monotonic()
@@ -95,7 +95,7 @@ def join(side: Side, chance: random.Random) -> Figures:
 
 
 def blackout(side: Side, down_s: float) -> Figures:
-    """The coordinator is killed with -9 and is back after `down_s`."""
+    """Kill the coordinator with SIGKILL and start it again after `down_s`."""
     pids = side.commits.wait_until_steady(MOST_MEMBERS, STEADY_S, side.alive)
     time.sleep(min(down_s, 10.0))
     at = time.monotonic()
@@ -122,13 +122,13 @@ def blackout(side: Side, down_s: float) -> Figures:
 
 
 def _wait_within_step(side: Side, chance: random.Random) -> None:
-    """Sleeps so that what follows falls on any point of any of ten steps with equal chance."""
+    """Sleep until a uniformly random point within the next ten steps."""
     commits = side.commits.refresh()
     time.sleep(chance.random() * 10 * max(0.01, step_time_s(commits[-30:])))
 
 
 def _recovery(side: Side, at: float, pids: list[int], victim: int) -> Figures:
-    """From the fault to the first step committed without the victim."""
+    """Return the time from the fault to the first step committed without the victim."""
     before = side.commits.before(at)
     first = side.commits.wait_for(_of_next_world(before[-1].world, pids, victim), at, RECOVERY_S, side.alive)
     return {
@@ -144,7 +144,7 @@ def _of_next_world(world: str, pids: list[int], victim: int) -> Callable[[Commit
 
 
 def _first_contribution(side: Side, at: float, pids: list[int]) -> Commit:
-    """The first step that a process which was not there before added samples to."""
+    """Return the first step to which a new process contributed samples."""
     return side.commits.wait_for(
         lambda commit: commit.pid not in pids and commit.samples > 0 and commit.size == MOST_MEMBERS,
         at,
@@ -154,9 +154,9 @@ def _first_contribution(side: Side, at: float, pids: list[int]) -> Commit:
 
 
 def _stall_s(side: Side, at: float, event: float, others: list[int], since: float = 0.0) -> float:
-    """The longest wait for a commit that ended between `since` and `event`, beyond the usual time of a step.
+    """Return the longest wait for a commit that ended between `since` and `event`, less the usual step time.
 
-    It is that of the processes in `others`; or the whole job's, if none of them lived to see the event.
+    It is that of the processes in `others`, or of the whole job if none of them lived until the event.
     """
     usual_s = step_time_s(side.commits.before(at)[-60:])
     around = [commit for commit in side.commits.after(at - 3 * usual_s) if commit.at <= event + max(0.1, usual_s)]

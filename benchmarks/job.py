@@ -1,4 +1,4 @@
-"""The job that every side trains: one model, one data set, one pace, one commit log; no distribution in here."""
+"""The job that every side trains: model, data set, pace and commit log, without any distribution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOMENTUM = 0.9
 
 
 def build_model(name: str) -> nn.Module:
-    """The model of that name, with the same weights in every process."""
+    """Return the model of that name, with the same weights in every process."""
     torch.manual_seed(0)
     if name == "cnn":
         return nn.Sequential(
@@ -52,7 +52,7 @@ def build_model(name: str) -> nn.Module:
 
 
 def build_dataset() -> TensorDataset:
-    """Images made on the spot; their labels can be learnt."""
+    """Return generated images with labels that can be learnt."""
     noise = torch.Generator().manual_seed(1)
     images = torch.randn(SAMPLES, 1, PIXELS, PIXELS, generator=noise)
     labels = images[:, 0, ::7, ::7].flatten(1)[:, :CLASSES].argmax(1)
@@ -64,7 +64,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Job:
-    """The settings of this process, its pace, and its commit log."""
+    """Settings, pace and commit log of this process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
@@ -78,26 +78,26 @@ class Job:
         self._log: int | None = None
 
     def forward(self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of one step, no sooner than the pace allows; fewer samples than the usual share take their part."""
+        """Return the loss of one step no sooner than the pace allows; a smaller share takes less time."""
         if self.pace_s:
             time.sleep(self.pace_s * min(1.0, len(images) / self.usual_share))
         return nn.functional.cross_entropy(model(images), labels)
 
     def committed(self, step: int, world: object, size: int, samples: int, at: float | None = None) -> None:
-        """Writes that this process applied `step` in `world`, with `samples` of its own in it."""
+        """Log that this process applied `step` in `world` with `samples` of its own."""
         if self._log is None:
             self._log = os.open(self.directory / f"{self.number}.commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(self._log, f"{step} {time.monotonic() if at is None else at:.6f} {world} {size} {samples}\n".encode())
 
     def is_member(self, number: int) -> None:
-        """Writes which member this process is; puts it into that member's control group, if there is one."""
+        """Log which member this process is and move it into that member's control group, if there is one."""
         (self.directory / f"{os.getpid()}.member").write_text(str(number))
         group = os.environ.get("BENCH_GROUPS")
         if group:
             Path(f"{group}-{number}", "cgroup.procs").write_text(str(os.getpid()))
 
     def follow(self, number: int) -> None:
-        """Waits until the member of the number before this one has joined: ranks follow the order of joining."""
+        """Wait until the member with the previous number has joined: ranks follow the order of joining."""
         ends = time.monotonic() + 30
         while number and time.monotonic() < ends:
             if any(path.read_text() == str(number - 1) for path in self.directory.glob("*.member")):
@@ -105,7 +105,7 @@ class Job:
             time.sleep(0.02)
 
     def wait_for_turn(self, step: int) -> None:
-        """Holds a gated job before `step` until the benchmark has opened the gate that far."""
+        """Block before `step` until the benchmark has opened the gate up to it."""
         if not self.gated:
             return
         gate = self.directory / "gate"
@@ -114,12 +114,12 @@ class Job:
 
 
 def number_among_hosts() -> int:
-    """A number of this process that no other has, on hosts too that count their processes anew."""
+    """Return a number that no other process has, also on hosts with PID namespaces of their own."""
     return int(f"{os.stat('/proc/self/ns/pid').st_ino}{os.getpid():07}")
 
 
 def from_arguments(arguments: Sequence[str] | None = None) -> Job:
-    """The job that the command line asks for."""
+    """Return the job that the command line describes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--model", default="cnn")

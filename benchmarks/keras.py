@@ -1,4 +1,4 @@
-"""`python -m benchmarks.keras`: Keras' step time against MultiWorkerMirroredStrategy, and what a kill -9 costs."""
+"""`python -m benchmarks.keras`: Keras' step time against MultiWorkerMirroredStrategy, and the cost of kill -9."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _kills(kind: type[Side], times: int, scratch: Path) -> list[float]:
-    """Seconds from a kill -9 of one of three members to the next commit."""
+    """Return the seconds from kill -9 of one of three members to the next commit."""
     directory = scratch / f"kills-{kind.name.replace(' ', '-')}"
     directory.mkdir()
     side, chance, found = kind(directory, Load(pace_s=FAST_S)), random.Random(1), []
@@ -87,7 +87,7 @@ def _restarts(times: int, scratch: Path) -> list[float]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The figures as a table of goals."""
+    """Return the figures as a table of goals."""
     about = found["machine"]
     lines = [
         f"# Keras, {found['began']} UTC",

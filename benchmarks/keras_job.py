@@ -22,7 +22,7 @@ def one_thread() -> None:
 
 
 def build_model(name: str) -> Any:
-    """The model of that name, with the same weights in every process."""
+    """Return the model of that name, with the same weights in every process."""
     keras.utils.set_random_seed(0)
     layers = keras.layers
     if name == "cnn":
@@ -36,7 +36,7 @@ def build_model(name: str) -> Any:
 
 
 def build_arrays() -> tuple[Any, Any]:
-    """Images made on the spot; their labels can be learnt."""
+    """Return generated images with labels that can be learnt."""
     images = np.random.default_rng(1).normal(size=(jobs.SAMPLES, *SIDE)).astype("float32")
     return images, images[:, ::7, ::7, 0].reshape(len(images), -1)[:, : jobs.CLASSES].argmax(1)
 

@@ -4,7 +4,7 @@ python -m benchmarks.local [--quick] [--json FILE]
 
 A small classifier learns handwritten digits. Two members behave like machines of speeds 1 and 0.25 and are joined by an
 emulated link. Every side is measured with several learning rates and seeds, and counts with its own best rate: at one
-rate for all, whoever it suits would win. The loss is that of held-out digits, by the parameters that all members have
+rate for all, the side that it suits best would win. The loss is that of held-out digits with the common parameters
 after a step or a round, averaged over a few of them.
 """
 
@@ -37,7 +37,7 @@ SMOOTH = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How long a reduction takes besides what it really takes."""
+    """Emulated link: extra time of a reduction."""
 
     name: str
     latency_s: float
@@ -49,7 +49,7 @@ LINKS = (Link("none", 0.0, float("inf")), Link("10 Mbit/s", 0.02, 1.25e6))
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to train: the mode, the outer optimizer, and what happens to the inner optimizer's state."""
+    """One way to train: the mode, the outer optimizer, and the treatment of the inner optimizer's state."""
 
     sync: str
     lr: float = 1.0
@@ -66,7 +66,7 @@ class Side:
 
 @dataclass(slots=True)
 class Result:
-    """What a side took until the target, or until it was given up."""
+    """Cost of a side until it reached the target or was given up."""
 
     side: str
     link: str
@@ -80,7 +80,7 @@ class Result:
 
 
 class Linked:
-    """An exchange over a slow link; it counts what it sends."""
+    """An exchange over an emulated slow link, which counts the bytes sent."""
 
     def __init__(self, real: Exchange, link: Link) -> None:
         self.rank, self.size, self.sent_bytes = real.rank, real.size, 0.0
@@ -117,7 +117,7 @@ class _Slow:
 
 
 def digits() -> tuple[torch.utils.data.TensorDataset, torch.Tensor, torch.Tensor]:
-    """Handwritten digits for training, and some that are held out."""
+    """Return handwritten digits for training and held-out ones."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -154,7 +154,7 @@ def measure(side: Side, link: Link, rate: float, seed: int, epochs: int = 60) ->
             if not run.committed:
                 continue
             most, batches = max(most, batches), 0
-            samples += sum(p.samples for p in run._trainer.turn.everybody)
+            samples += sum(p.samples for p in run._trainer.current.reports)
             _inner(side.inner, optimizer, linked)
             with torch.no_grad():
                 loss = cross_entropy(model(inputs), labels).item()
@@ -170,7 +170,7 @@ def measure(side: Side, link: Link, rate: float, seed: int, epochs: int = 60) ->
 
 
 def best(side: Side, link: Link, rates: tuple[float, ...], seeds: tuple[int, ...]) -> Result:
-    """The median over seeds at the rate whose median takes the shortest; `never` counts seeds that did not arrive."""
+    """Return the median over seeds at the fastest rate; `never` counts seeds that did not reach the target."""
     found = []
     for rate in rates:
         results = [measure(side, link, rate, seed) for seed in seeds]
@@ -182,7 +182,7 @@ def best(side: Side, link: Link, rates: tuple[float, ...], seeds: tuple[int, ...
 
 
 def _inner(what: str, optimizer: torch.optim.Optimizer, exchange: Linked) -> None:
-    """Besides keeping it, what could be done to the inner optimizer's state after a round."""
+    """Keep, reset or average the inner optimizer's state after a round."""
     if what == "reset":
         optimizer.state.clear()
     elif what == "averaged":
@@ -211,7 +211,7 @@ QUICK = (Side("step", shares="equal"), Side("step"), Side("local:8"))
 
 
 def table(results: list[Result]) -> str:
-    """The results for people, each link's as ratios of its `step`."""
+    """Return the results as text, those of each link as ratios to its `step`."""
     head = ("link", "mode", "rate", "seconds", "of step", "samples", "bytes/sample", "loss")
     lines = ["{:>10} {:<28} {:>5} {:>8} {:>8} {:>8} {:>13} {:>6}".format(*head)]
     for one in results:

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Description of the machine that figures were measured on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def describe() -> dict[str, object]:
-    """The machine and the versions, without names or paths."""
+    """Return the hardware and the versions, without names or paths."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),

@@ -1,4 +1,4 @@
-"""Starts processes, and surely ends them and whatever they started."""
+"""Processes that are always ended together with their descendants."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on whatever loses its parent below this process becomes its child, so that it can be ended."""
+    """Make this process adopt orphaned descendants, so that it can end them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def start(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Starts a command in a session of its own; it writes to `log`, and dies with this process."""
+    """Start a command in its own session; it writes to `log` and dies with this process."""
     libc = ctypes.CDLL(None)
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -40,12 +40,12 @@ def start(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) 
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What processes are started with: one thread each, and this package importable."""
+    """Return the environment of processes: one thread each, and this package importable."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
-    """Ends a process and its descendants: SIGTERM if there is a grace, then SIGKILL."""
+    """End a process and its descendants: SIGTERM if there is a grace period, then SIGKILL."""
     try:
         tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -58,7 +58,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
 
 
 def end_all() -> None:
-    """Ends every descendant of this process, adopted ones too."""
+    """End every descendant of this process, adopted ones included."""
     ends = time.monotonic() + 10
     while (tree := psutil.Process().children(recursive=True)) and time.monotonic() < ends:
         _kill(tree)
@@ -66,7 +66,7 @@ def end_all() -> None:
 
 
 def below(started: Sequence[subprocess.Popen[bytes]]) -> set[int]:
-    """The pids of these processes and of all that they started."""
+    """Return the pids of these processes and of all their descendants."""
     trees = [psutil.Process(process.pid) for process in started]
     return {one.pid for tree in trees for one in (tree, *tree.children(recursive=True))}
 
@@ -80,7 +80,7 @@ def _kill(tree: Sequence[psutil.Process]) -> None:
 
 
 def send(pid: int, number: signal.Signals) -> float:
-    """Sends a signal; the time at which it was sent."""
+    """Send a signal and return the time."""
     at = time.monotonic()
     os.kill(pid, number)
     return at
@@ -100,7 +100,7 @@ def free_port() -> int:
 
 
 def memory_bytes(pid: int) -> dict[str, int]:
-    """The memory of one process: peak resident, resident, its part of what is shared (pss), its own (uss)."""
+    """Return the memory of one process: peak resident, resident, proportional (pss) and unique (uss)."""
     fields = dict.fromkeys(("peak_rss", "rss", "pss", "uss"), 0)
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

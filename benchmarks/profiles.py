@@ -1,4 +1,4 @@
-"""`python -m benchmarks.profiles --data DIR`: how near the shares come to the best possible ones on measured devices.
+"""`python -m benchmarks.profiles --data DIR`: how close the shares come to the best possible ones on measured devices.
 
 The profiles are those of Pollux (OSDI'21): step times of one to four GPUs of a node by local batch, for five
 applications. A member is such a node, made slower by some factor. Its time between two measured sizes is interpolated.
@@ -33,7 +33,7 @@ PATIENCE_STEPS = 120
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The seconds of every share from 0 to what fits in memory, and the smallest share that was measured."""
+    """Step seconds of every share from 0 to what fits in memory, and the smallest measured share."""
 
     seconds: NDArray[np.float64]
     least: int
@@ -45,7 +45,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Members of one application and the global batch that they share."""
+    """The members of one application and their global batch."""
 
     application: str
     devices: tuple[Device, ...]
@@ -53,7 +53,7 @@ class Mix:
 
 
 def read(directory: Path) -> dict[str, list[Device]]:
-    """The devices of each application, from its placements.csv."""
+    """Return the devices of each application from its placements.csv."""
     found: dict[str, list[Device]] = {}
     for path in sorted(directory.glob("*/placements.csv")):
         points: dict[int, list[tuple[int, float]]] = {}
@@ -67,7 +67,7 @@ def read(directory: Path) -> dict[str, list[Device]]:
 
 
 def _device(points: Sequence[tuple[int, float]]) -> Device:
-    """Straight between measured sizes; below the first as its neighbours go, but never below nothing."""
+    """Interpolate linearly between measured sizes; extrapolate below the first, but never below zero."""
     sizes = np.array([size for size, _ in points], dtype=np.float64)
     times = np.array([seconds for _, seconds in points])
     slope = (times[1] - times[0]) / (sizes[1] - sizes[0])
@@ -79,7 +79,7 @@ def _device(points: Sequence[tuple[int, float]]) -> Device:
 
 
 def mixes(devices: dict[str, list[Device]], count: int, seed: int) -> list[Mix]:
-    """Random unequal mixes, `count` of each application."""
+    """Return random unequal mixes, `count` of each application."""
     chance = random.Random(seed)
     found = []
     for application, some in devices.items():
@@ -102,7 +102,7 @@ def mixes(devices: dict[str, list[Device]], count: int, seed: int) -> list[Mix]:
 
 
 def oracle_s(mix: Mix) -> float:
-    """No shares can make a faster step than this."""
+    """Return the step time of the best possible shares."""
     # Times can fall with size: what counts is the largest share that is done in time.
     falling = [np.minimum.accumulate(device.seconds[::-1])[::-1] for device in mix.devices]
     low, high = 0.0, max(float(device.seconds.max()) for device in mix.devices)
@@ -114,7 +114,7 @@ def oracle_s(mix: Mix) -> float:
 
 
 def play(mix: Mix, policy: str, noise: float, seed: int) -> list[float]:
-    """True step seconds at the start and after each change."""
+    """Return the true step seconds at the start and after each change."""
     chance = random.Random(seed)
     names = [f"m{rank}" for rank in range(len(mix.devices))]
     balance = ShareBalancer(parse(policy))
@@ -137,7 +137,7 @@ def play(mix: Mix, policy: str, noise: float, seed: int) -> list[float]:
 
 
 def compare(devices: dict[str, list[Device]], count: int, noise: float, seed: int) -> dict[str, Any]:
-    """Step time over the oracle's by policy, application and number of changes."""
+    """Return step time over the oracle's by policy, application and number of changes."""
     logs: dict[tuple[str, str, int], list[float]] = {}
     changes: dict[str, list[int]] = {}
     for number, mix in enumerate(mixes(devices, count, seed)):
@@ -158,7 +158,7 @@ def compare(devices: dict[str, list[Device]], count: int, noise: float, seed: in
 
 
 def render(found: dict[str, Any]) -> str:
-    """The table of one comparison."""
+    """Return the table of one comparison."""
     lines = [f"noise {found['noise']:g}, {found['mixes']} mixes", ""]
     lines += ["| shares | at first | " + " | ".join(f"after {after}" for after in AFTER) + " |", "| --- " * 6 + "|"]
     for name, by_changes in found["over_oracle"].items():

@@ -1,4 +1,4 @@
-"""Control groups in which a member has only a part of a core: a machine that is really slower, without any sleep."""
+"""Control groups that give a member a part of a core: a machine that really is slower, without sleeping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WEIGHT = 200_000
 
 @contextmanager
 def groups(sides: Sequence[str], parts: Sequence[float]) -> Iterator[dict[str, str] | None]:
-    """For each side the prefix of its members' groups, where member i has `parts[i]` of a core; None if not allowed."""
+    """Yield the prefix of each side's groups, where member i has `parts[i]` of a core; None if not allowed."""
     if not parts:
         yield {}
         return
@@ -47,7 +47,7 @@ def _make(group: Path, made: list[Path]) -> None:
 
 
 def _unmake(group: Path) -> None:
-    """Killed processes stay in their groups until the kernel is done with them."""
+    """Remove groups, which keep killed processes until the kernel has reaped them."""
     ends = time.monotonic() + 10
     while time.monotonic() < ends:
         try:

@@ -1,4 +1,4 @@
-"""Measures our ring against torch.distributed's Gloo on loopback: time and CPU per operation, interleaved, as ratios.
+"""Shoal's ring against torch.distributed's Gloo on loopback: time and CPU per operation, interleaved, as ratios.
 
 python benchmarks/ring.py [--sizes 2,3,4] [--floats 1000,57000,1000000,25000000] [--json FILE]
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 ROUNDS = {1_000: 60, 57_000: 40, 1_000_000: 15, 25_000_000: 5}
-PULSE_WIDTH = 12
+REPORT_WIDTH = 12
 
 
 def main() -> None:
@@ -104,16 +104,16 @@ def _member(rank: int, size: int, floats: list[int], where: Path) -> None:
             }
         )
 
-    pulse, everyones = (
-        np.arange(PULSE_WIDTH, dtype=np.float64),
-        list(torch.zeros(size, PULSE_WIDTH, dtype=torch.float64)),
+    report, gathered = (
+        np.arange(REPORT_WIDTH, dtype=np.float64),
+        list(torch.zeros(size, REPORT_WIDTH, dtype=torch.float64)),
     )
-    mine = torch.from_numpy(pulse)
+    own_report = torch.from_numpy(report)
     compare(
-        "gather of a pulse",
+        "gather of a step report",
         80,
-        lambda: ring.gather(pulse).result(),
-        lambda: dist.all_gather(everyones, mine),
+        lambda: ring.gather(report).result(),
+        lambda: dist.all_gather(gathered, own_report),
     )
     for count in floats:
         buffer, tensor = np.ones(count, np.float32), torch.ones(count)

@@ -1,4 +1,4 @@
-"""Which faults hit which side, in which order: every repetition starts each side once and ends it again."""
+"""Schedule of faults: every repetition starts each side once, applies its faults in order, and ends it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW_S, FAST_S = 0.2, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One job of one side, and what befalls it one after the other."""
+    """One job of one side and the faults applied to it in order."""
 
     side: type[Side]
     load: Load
@@ -36,7 +36,7 @@ class Round:
 
 
 def planned(quick: bool) -> list[Round]:
-    """The rounds of one repetition."""
+    """Return the rounds of one repetition."""
     fast, slow, wide = Load(pace_s=FAST_S), Load(pace_s=SLOW_S), Load(model="wide", pace_s=SLOW_S)
     every = ("crash", "crash", "hang", "notice", "loss", "join", "loss", "join")
     if quick:
@@ -52,7 +52,7 @@ def planned(quick: bool) -> list[Round]:
 
 
 def play(one: Round, scratch: Path, chance: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Starts the round's job and lets its faults happen; (fault, figures) one by one."""
+    """Start the round's job, apply its faults, and yield (fault, figures) for each."""
     scratch.mkdir(parents=True)
     side = one.side(scratch, one.load)
     try:
@@ -70,7 +70,7 @@ def play(one: Round, scratch: Path, chance: random.Random) -> Iterator[tuple[str
 
 
 def _whole_again(side: Side) -> bool:
-    """Whether whoever left after a notice is replaced by itself."""
+    """Return whether the side itself replaces a member that left after a notice."""
     try:
         side.commits.wait_until_steady(MOST_MEMBERS, 30.0, side.alive)
     except TimedOutError:
@@ -79,7 +79,7 @@ def _whole_again(side: Side) -> bool:
 
 
 def blackouts(side_kind: type[Side], down_s: float, times: int, scratch: Path) -> list[dict[str, Any]]:
-    """The coordinator is lost several times in one job."""
+    """Lose the coordinator several times in one job."""
     scratch.mkdir(parents=True)
     side = side_kind(scratch, Load(pace_s=FAST_S))
     results: list[dict[str, Any]] = []

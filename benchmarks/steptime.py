@@ -20,7 +20,7 @@ BLOCK_S = 300.0
 def compare(
     sides: Sequence[type[Side]], model: str, batch: int, blocks: int, steps: int, scratch: Path
 ) -> dict[str, Any]:
-    """Median step time of every block, and the memory of a member after the last, side by side."""
+    """Return the median step time of every block and the memory of a member after the last, by side."""
     jobs: list[Side] = []
     try:
         for kind in sides:
@@ -64,7 +64,7 @@ def _wait_for_step(job: Side, step: int) -> None:
 
 
 def _memory(job: Side) -> dict[str, float]:
-    """Medians over the job's members, and the whole job's share of memory, for each of them."""
+    """Return the medians over the job's members and the memory of the whole job per member."""
     pids = {commit.pid for commit in job.commits.refresh()[-4 * MEMBERS :]}
     members = [processes.memory_bytes(pid) for pid in pids]
     medians = {f"{kind}_bytes": median(member[kind] for member in members) for kind in members[0]}

@@ -1,6 +1,6 @@
 """`python -m benchmarks.synchrony`: the modes of `--sync` with one member at a quarter of the others' speed.
 
-What is compared is the time to the same loss, in one run of this command, on emulated machines: ratios, never seconds.
+It compares the time to the same loss on emulated machines within one run of this command: ratios, never seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(scratch: Path, flags: tuple[str, ...], epochs: int, target: float) -> dict[str, Any]:
-    """Train once, and see when the loss got to the target."""
+    """Train once and return when the loss reached the target."""
     environ = {**os.environ, "SHOAL_HOME": str(scratch / "home"), "MODES_OUT": str(scratch), "OMP_NUM_THREADS": "1"}
     environ["MODES_EPOCHS"] = str(epochs)
     command = [
@@ -68,7 +68,7 @@ def measure(scratch: Path, flags: tuple[str, ...], epochs: int, target: float) -
 
 
 def _summary(rows: list[tuple[float, int, float]], target: float) -> dict[str, Any]:
-    """The rate, the time to the target, and the curve of the smoothed loss."""
+    """Return the rate, the time to the target, and the curve of the smoothed loss."""
     began, usual, reached, curve, seen = rows[0][0], rows[0][2], None, [], 0
     for at, samples, loss in rows:
         seen += samples

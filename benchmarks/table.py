@@ -1,4 +1,4 @@
-"""The goals of the elastic core, and whether the figures of a run meet them."""
+"""Table of the elastic core's goals and whether the figures of a run meet them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PEERS = ("torchft", "torchft-hasty", "torchrun")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: ours, the peers', the goal in words, and whether it is met (None: it was not measured)."""
+    """One figure: Shoal's, the peers', the goal in words, and whether it is met (None: not measured)."""
 
     figure: str
     ours: str
@@ -23,7 +23,7 @@ class Row:
 
 
 def render(found: Found) -> str:
-    """A Markdown table of all figures with their goals."""
+    """Return a Markdown table of all figures with their goals."""
     rows = [*_kills(found), *_hangs(found), *_joins(found), *_notices(found), *_steps(found), *_blackouts(found)]
     lines = ["| figure | Shoal | torchft | torchft, hasty | torchrun | goal | met |", "| --- " * 7 + "|"]
     for row in rows:
@@ -33,7 +33,7 @@ def render(found: Found) -> str:
 
 
 def page(found: Found) -> str:
-    """The table under what it was measured on."""
+    """Return the table with the machine that it was measured on."""
     on = found["machine"]
     machine = f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB; Python {on['python']}, torch {on['torch']}"
     return f"# Figures of {found['began']} UTC\n\n{machine}; load before: {on['load_before']}.\n\n{render(found)}\n"
@@ -167,7 +167,7 @@ def _theirs(found: Found, load: str, fault: str, key: str) -> dict[str, float | 
 
 
 def _spread(found: Found, load: str, side: str, fault: str, key: str) -> str:
-    """The median, the range, and how many of the attempts failed."""
+    """Return the median, the range, and the number of failed attempts as text."""
     figures, failures = _figures(found, load, side, fault, key), _failures(found, load, side, fault)
     failed = f"; {failures} of {failures + len(figures)} never" if failures else ""
     if not figures:

@@ -1,4 +1,4 @@
-"""What a coordinator with 1,000 agents and 1,000 members costs, in its own CPU time and memory.
+"""Cost of a coordinator with 1,000 agents and 1,000 members, in its own CPU time and memory.
 
 python -m benchmarks.thousand [--quick] [--agents N] [--out FILE]     about four minutes; results/thousand.{json,md}
 
@@ -34,17 +34,17 @@ RESULTS = Path(__file__).parent / "results"
 READY_S = 60.0
 CROWDS = 2
 WITHIN_S = 300.0
-# Beats that come too rarely say nothing about what they cost.
+# If heartbeats are sent too rarely, their cost says nothing.
 KEPT, TRIES = 0.97, 3
-# The usual settings of members; they ask for an answer with every second beat.
-BEAT_S, LEASE_S = 0.5, 3.0
+# The default settings of members, which send a ping with every second heartbeat.
+HEARTBEAT_S, LEASE_S = 0.5, 3.0
 # Not a loopback address by its looks, so TLS is used; it is one all the same.
 HOSTS = {"TLS": "127.1", "plain": "127.0.0.1"}
 Found = dict[str, Any]
 
 
 class Coordinator:
-    """`shoal coordinator` as a process, and what it has used up."""
+    """A `shoal coordinator` process and its resource use."""
 
     def __init__(self, directory: Path, host: str) -> None:
         self.directory = directory
@@ -98,7 +98,7 @@ class Coordinator:
 
 
 class Crowds:
-    """The processes in which agents and members are."""
+    """The processes that hold the agents and members."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         command = [sys.executable, "-m", "benchmarks.crowd", coordinator.url, coordinator.token_file]
@@ -106,32 +106,32 @@ class Crowds:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CROWDS)
         ]
 
-    def each(self, *told: Found) -> list[Found]:
-        """Tell each of them something of its own, and what they all answer."""
-        for process, one in zip(self._all, told, strict=True):
+    def each(self, *commands: Found) -> list[Found]:
+        """Send one command to each process and return their replies."""
+        for process, command in zip(self._all, commands, strict=True):
             assert process.stdin is not None
-            process.stdin.write(json.dumps(one) + "\n")
+            process.stdin.write(json.dumps(command) + "\n")
             process.stdin.flush()
         return [self._answer(process) for process in self._all]
 
-    def all(self, **told: Any) -> list[Found]:
-        return self.each(*[told] * len(self._all))
+    def all(self, **command: Any) -> list[Found]:
+        return self.each(*[command] * len(self._all))
 
     def counted(self) -> dict[str, int]:
-        """What was said and heard so far."""
-        return _summed(one["counts"] for one in self.all(do="count"))
+        """Return the messages sent and received so far, by kind."""
+        return _summed(reply["counts"] for reply in self.all(do="count"))
 
     def bytes_told(self, *kinds: str) -> int:
-        found = _summed(one["sizes"] for one in self.all(do="count"))
-        return sum(found.get(kind, 0) for kind in kinds)
+        sizes = _summed(reply["sizes"] for reply in self.all(do="count"))
+        return sum(sizes.get(kind, 0) for kind in kinds)
 
     def _answer(self, process: subprocess.Popen[str]) -> Found:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError("a crowd is gone")
-        found: Found = json.loads(line)
-        return found
+            raise RuntimeError("a process of agents and members ended")
+        reply: Found = json.loads(line)
+        return reply
 
     def end(self) -> None:
         for process in self._all:
@@ -141,7 +141,7 @@ class Crowds:
 
 @contextlib.contextmanager
 def stage(host: str) -> Iterator[tuple[Coordinator, Crowds]]:
-    """A coordinator and the processes around it; all are gone afterwards."""
+    """Run a coordinator and the processes of its agents and members; end all of them afterwards."""
     with tempfile.TemporaryDirectory(prefix="shoal-thousand-") as folder:
         coordinator = Coordinator(Path(folder) / "coordinator", host)
         try:
@@ -155,7 +155,7 @@ def stage(host: str) -> Iterator[tuple[Coordinator, Crowds]]:
 
 
 def measure(host: str, agents: int, joins: int, steady_s: float, watch_s: float) -> Iterator[tuple[str, Found]]:
-    """Every figure of one coordinator, part by part, in the order in which things happen to it."""
+    """Yield the figures of one coordinator, part by part, in order of time."""
     with stage(host) as (coordinator, crowds):
         yield "begin", {"rss_bytes": coordinator.rss_bytes()}
         yield "form", _form(coordinator, crowds, agents)
@@ -172,11 +172,11 @@ def measure(host: str, agents: int, joins: int, steady_s: float, watch_s: float)
 
 
 def _form(coordinator: Coordinator, crowds: Crowds, agents: int) -> Found:
-    """Agents come, a run is submitted, its members come, and with the last of them the world is formed."""
+    """Connect agents, submit a run, connect its members; the last of them completes the world."""
     names = [f"node-{number:04}" for number in range(agents)]
     parts = [names[part::CROWDS] for part in range(CROWDS)]
     began = coordinator.cpu_s()
-    # The last member is held back, so that it is known what its coming costs.
+    # The last member is held back, so that the cost of its arrival can be measured.
     crowds.each(*({"do": "agents", "names": part, "hold": int(not at)} for at, part in enumerate(parts)))
     linked = coordinator.cpu_s()
     spec = RunSpec("thousand", ("train.py",), "/", (agents, agents))
@@ -198,12 +198,12 @@ def _form(coordinator: Coordinator, crowds: Crowds, agents: int) -> Found:
 
 
 def _steady(coordinator: Coordinator, crowds: Crowds, agents: int, seconds: float) -> Found:
-    """Nothing happens but heartbeats. On a machine that is too busy for them, it is looked again a few times."""
+    """Measure while only heartbeats are sent; repeat a few times if the machine is too busy to send them in time."""
     time.sleep(2.0)
-    found = [_watched(coordinator, crowds, agents, seconds)]
-    while found[-1]["kept"] < KEPT and len(found) < TRIES:
-        found.append(_watched(coordinator, crowds, agents, seconds))
-    return max(found, key=lambda one: float(one["kept"]))
+    attempts = [_watched(coordinator, crowds, agents, seconds)]
+    while attempts[-1]["kept"] < KEPT and len(attempts) < TRIES:
+        attempts.append(_watched(coordinator, crowds, agents, seconds))
+    return max(attempts, key=lambda attempt: float(attempt["kept"]))
 
 
 def _watched(coordinator: Coordinator, crowds: Crowds, agents: int, seconds: float) -> Found:
@@ -211,7 +211,7 @@ def _watched(coordinator: Coordinator, crowds: Crowds, agents: int, seconds: flo
     time.sleep(seconds)
     cpu_s, took_s = coordinator.cpu_s() - cpu_s, time.monotonic() - at
     after = crowds.counted()
-    said = {kind: after[kind] - before[kind] for kind in ("HeartbeatMsg", "pings", "pongs")}
+    sent = {kind: after[kind] - before[kind] for kind in ("HeartbeatMsg", "pings", "pongs")}
     changed = [
         kind
         for kind in ("DissolveWorldMsg", "EvictedMsg", "RejectedMsg", "hung up")
@@ -219,18 +219,18 @@ def _watched(coordinator: Coordinator, crowds: Crowds, agents: int, seconds: flo
     ]
     if changed:
         raise RuntimeError(f"the world did not hold: {', '.join(changed)}")
-    beats = agents * took_s / leases.heartbeat_s(BEAT_S, agents, LEASE_S)
-    expected = {"HeartbeatMsg": beats, "pings": beats / 2, "pongs": beats / 2}
+    heartbeats = agents * took_s / leases.heartbeat_s(HEARTBEAT_S, agents, LEASE_S)
+    expected = {"HeartbeatMsg": heartbeats, "pings": heartbeats / 2, "pongs": heartbeats / 2}
     return {
         "cores": cpu_s / took_s,
-        "beats_per_s": said["HeartbeatMsg"] / took_s,
-        "kept": min(said[kind] / expected[kind] for kind in said),
+        "beats_per_s": sent["HeartbeatMsg"] / took_s,
+        "kept": min(sent[kind] / expected[kind] for kind in sent),
         "rss_bytes": coordinator.rss_bytes(),
     }
 
 
 def _ask(coordinator: Coordinator) -> Found:
-    """What looking at it costs: the whole run, all runs, and the commands that people use."""
+    """Measure the cost of queries: one run, all agents, and the commands that users type."""
     found: Found = {}
     client = coordinator.client()
     run = client.runs()[0].run
@@ -253,7 +253,7 @@ def _ask(coordinator: Coordinator) -> Found:
 
 
 def _lose(coordinator: Coordinator, crowds: Crowds, agents: int) -> Found:
-    """One member dies: all others are told, answer, and form a world without it; later another takes its place."""
+    """Kill one member: all others leave the world and form one without it; later another member replaces it."""
     journal, before, heard = (
         coordinator.journal_bytes(),
         coordinator.cpu_s(),
@@ -285,7 +285,7 @@ def _told(kind: str, counts: Found, more: int) -> Found:
 
 
 def _join(coordinator: Coordinator, crowds: Crowds, agents: int, joins: int) -> Found:
-    """More machines come, one after the other, and each is in the world before the next."""
+    """Add machines one after another, each once the previous one is in the world."""
     run = coordinator.client().runs()[0].run
     coordinator.client().scale(run, ScaleRequest(agents, agents + joins))
     journal, before, heard = coordinator.journal_bytes(), coordinator.cpu_s(), crowds.bytes_told("PrepareWorldMsg")
@@ -304,7 +304,7 @@ def _join(coordinator: Coordinator, crowds: Crowds, agents: int, joins: int) -> 
 
 
 def _restart(coordinator: Coordinator, crowds: Crowds, watch_s: float) -> Found:
-    """The coordinator is killed and started again: it reads its journal, and all find it, in the world they are in."""
+    """Kill the coordinator and start it again: it reads its journal, and all reconnect without leaving their world."""
     before = crowds.all(do="count")
     world = coordinator.client().runs()[0].world
     coordinator.kill()
@@ -323,18 +323,18 @@ def _hello(welcomed: int, linked: int) -> Found:
 
 
 def _summed(counts: Iterator[dict[str, int]] | Any) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for one in counts:
-        for kind, count in one.items():
-            found[kind] = found.get(kind, 0) + count
-    return found
+    total: dict[str, int] = {}
+    for part in counts:
+        for kind, count in part.items():
+            total[kind] = total.get(kind, 0) + count
+    return total
 
 
 # --- the page
 
 
 def page(found: Found) -> str:
-    """All figures with their goals, under what they were measured on."""
+    """Return all figures with their goals and the machine that they were measured on."""
     on, sides = found["machine"], found["sides"]
     head = f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB; Python {on['python']}; load: {on['load_before']}"
     lines = [f"# A coordinator with {found['agents']:,} agents, {found['began']} UTC", "", f"{head}.", ""]
@@ -367,9 +367,9 @@ ROWS: tuple[tuple[str, str, str, Any, float | None], ...] = (
     ("… bytes told to all members", "form", "told_bytes", _mb, None),
     ("… journal by then", "form", "journal_bytes", _mb, None),
     ("heartbeats of all agents and members, of one core", "steady", "cores", _part, 0.2),
-    ("… beats of members a second", "steady", "beats_per_s", lambda value: f"{value:,.0f}", None),
-    ("… beats that came when due, the least of all kinds", "steady", "kept", _part, None),
-    ("memory (RSS) with nobody there", "begin", "rss_bytes", _mb, None),
+    ("… heartbeats of members per second", "steady", "beats_per_s", lambda value: f"{value:,.0f}", None),
+    ("… heartbeats sent when due, the smallest part of all kinds", "steady", "kept", _part, None),
+    ("memory (RSS) without agents and members", "begin", "rss_bytes", _mb, None),
     ("memory (RSS) with all of them", "steady", "rss_bytes", _mb, 200e6),
     ("… at its highest, over everything but a restart", "end", "peak_bytes", _mb, 200e6),
     (f"a member lost: all told, {CPU}", "lose", "told_cpu_s", _s, None),

@@ -1,8 +1,8 @@
-"""Unequal machines: samples/s by learned shares, against equal shares, the ancestors' law and the best there is.
+"""Unequal machines: samples/s with learned shares, against equal shares, the ratio rule and the best possible shares.
 
 All sides of a case are alive at once and take turns, block by block, while the others wait at a gate. What a member
 costs is emulated on the wall (`fixed_s + sample_s * samples / speed`), so that the best shares and the best step are
-known, and a busy machine blurs little; one case has real quotas of a core instead.
+known and other load disturbs little; one case has real CPU quotas instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Machines, what they train, and how many steps of a block each side does; `learning` is the first block's."""
+    """Machines, their job, and the steps per block of each side; `learning` is the length of the first block."""
 
     name: str
     speeds: tuple[Speed, ...]
@@ -56,7 +56,7 @@ class Case:
         return {key: str(value) for key, value in bounds.items() if value is not None}
 
     def best(self, step: int = 0) -> tuple[int, ...]:
-        """The best shares within the bounds: members at a bound are set aside, the others share what is left."""
+        """Return the best shares within the bounds: members at a bound are fixed, the others share the rest."""
         shares = list(best_shares(self.told, self.batch, len(self.speeds), step))
         cap, floor = self.cap or self.batch, self.floor or 0
         while sum(min(max(one, floor), cap) for one in shares) != sum(shares) or max(shares) > cap:
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def told(self) -> str:
-        """The machines as they would be emulated; quotas are taken for speeds."""
+        """Return the emulation setting of the machines; quotas count as speeds."""
         return self.emulate or machines(*self.speeds, sample_s=self.sample_s)
 
     def equal(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class Case:
 
 
 def planned(quick: bool) -> list[Case]:
-    """The cases of a run. Sides whose shares stand still need few steps."""
+    """Return the cases of a run. Sides with constant shares need few steps."""
     few = {"ddp": 4, "equal": 4, "ratio": 10, "model": 40, "oracle": 6}
     alike = {"ddp": 10, "equal": 40, "model": 40}
     flip, dip = ("0.25:1@50", "1:0.25@50"), ("1:0.25@50:1@100", 1)
@@ -115,7 +115,7 @@ def planned(quick: bool) -> list[Case]:
 
 
 def play(case: Case, scratch: Path) -> dict[str, Any]:
-    """All sides of a case in turns; the figures of each, and what theory says."""
+    """Run all sides of a case in turns; return the figures of each and the theoretical ones."""
     before = os.getloadavg()[0]
     with quota.groups(case.sides, case.quotas) as groups:
         if groups is None:
@@ -147,7 +147,7 @@ def _side(case: Case, name: str, directory: Path, groups: str) -> Side:
 
 
 def _take_turns(case: Case, jobs: dict[str, Side]) -> dict[str, list[int]]:
-    """Let every job do its blocks, in alternating order; the first steps of each job's blocks, and the end."""
+    """Let every job do its blocks in alternating order; return the first step of each job's blocks and the end."""
     members = len(case.speeds)
     for job in jobs.values():
         _open_gate(job, 1)
@@ -185,7 +185,7 @@ def _wait_for_step(job: Side, step: int, members: int) -> None:
 
 
 def _figures(case: Case, name: str, job: Side, starts: list[int]) -> dict[str, Any]:
-    """Seconds of the steps, block by block, and the shares by what every member wrote down."""
+    """Return the seconds of the steps by block, and the shares that every member logged."""
     numbers = {int(path.stem): int(path.read_text()) for path in job.directory.glob("*.member")}
     members = len(case.speeds)
     shares: dict[int, list[int]] = {}
@@ -216,7 +216,7 @@ def _figures(case: Case, name: str, job: Side, starts: list[int]) -> dict[str, A
 
 
 def _changes(case: Case, given: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """When shares changed, and how many steps they took to be nearly the best after each change of speed."""
+    """Return when shares changed, and how many steps they needed to be nearly optimal after each change of speed."""
     changed = [step for step in range(1, len(given)) if given[step] != given[step - 1]]
     found: dict[str, Any] = {"changed_at": changed}
     if not case.schedule:
@@ -236,26 +236,26 @@ def _changes(case: Case, given: Sequence[tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _flips(case: Case, steps: int) -> list[int]:
-    """The steps at which the best shares become others, 0 included."""
+    """Return the steps at which the best shares change, 0 included."""
     return [0] + [step for step in range(1, steps) if case.best(step) != case.best(step - 1)]
 
 
 def _followed(over: Sequence[float]) -> int | None:
-    """After how many steps the shares stay within a few per cent of the best; None if they never do."""
+    """Return after how many steps the shares stay within a few per cent of the best; None if they never do."""
     late = [step for step, one in enumerate(over) if one > FOLLOWED]
     after = late[-1] + 1 if late else 0
     return after if after < len(over) else None
 
 
 def _theoretical_gain(case: Case, found: dict[str, Any]) -> float:
-    """How much faster the best shares are than equal ones, over the steps that were counted."""
+    """Return how much faster the best shares are than equal ones, over the counted steps."""
     steps = [int(step) for step in found["model"]["took_s"]] if case.schedule else [0]
     equal_s = sum(step_s(case.told, case.equal(), step) for step in steps)
     return equal_s / sum(step_s(case.told, case.best(step), step) for step in steps)
 
 
 def measure(quick: bool, scratch: Path, only: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(case, figures) one by one."""
+    """Yield (case, figures) for each case."""
     for number, case in enumerate(planned(quick)):
         if only not in case.name:
             continue

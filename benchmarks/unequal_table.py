@@ -1,4 +1,4 @@
-"""The figures of unequal machines against their goals, as ratios of one run."""
+"""Tables of the figures for unequal machines and their goals, as ratios of one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_CHANGES = 2
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One figure, what it should be, and whether it is."""
+    """One figure, its goal, and whether it is met."""
 
     figure: str
     found: str
@@ -24,7 +24,7 @@ class Goal:
 
 
 def page(found: Found) -> str:
-    """Both tables under what they were measured on."""
+    """Return both tables with the machine that they were measured on."""
     on, cases = found["machine"], found["unequal"]
     machine = f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB; Python {on['python']}, torch {on['torch']}"
     loads = [load for one in cases.values() for load in one.get("load", [])]
@@ -34,7 +34,7 @@ def page(found: Found) -> str:
 
 
 def render(found: Found) -> str:
-    """The goals, then every case."""
+    """Return the table of goals, then that of every case."""
     cases = found["unequal"]
     lines = ["| figure | found | goal | met |", "| --- " * 4 + "|"]
     for goal in _goals(cases):
@@ -132,7 +132,7 @@ def _stationary(name: str, case: Found) -> Iterator[Goal]:
 
 
 def _gain(case: Found, side: str, over: str = "equal") -> float | None:
-    """The median over the blocks of how much faster a side is than the other, once it has learned."""
+    """Return the median over the blocks of how much faster a side is than the other, once it has learned."""
     ours, theirs = _settled(case, side), _settled(case, over)
     if not ours or not theirs:
         return None
@@ -147,7 +147,7 @@ def _settled(case: Found, side: str) -> list[float]:
 
 
 def whole_gain(case: Found, side: str) -> float | None:
-    """How much faster a side is than equal shares from the second step on."""
+    """Return how much faster a side is than equal shares from the second step on."""
     if side not in case["sides"]:
         return None
     return float(mean(case["sides"]["equal"]["took_s"].values()) / mean(case["sides"][side]["took_s"].values()))

@@ -1,9 +1,9 @@
-"""The main job: a small network learns digits while its members are killed, added and told to go.
+"""Demo: a small network learns digits while its members are killed, added and given notice.
 
 scripts/demo, or: python examples/demo.py
 
-It first trains undisturbed and alone, then with `shoal run` under fire, and ends with a table of what each event cost
-and how far the two results are apart. The exit code is 0 only if all went well.
+It trains first in one undisturbed process, then with `shoal run` under faults. It ends with a table of the cost of each
+event and the distance between the two results. The exit code is 0 only if everything went well.
 """
 
 import argparse
@@ -54,7 +54,7 @@ console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isat
 
 @dataclass
 class Event:
-    """Something that was done to the run: when, and to which processes."""
+    """A fault of the run: its time and the affected processes."""
 
     text: str
     at: float
@@ -65,7 +65,7 @@ class Event:
 
 @dataclass
 class Cost:
-    """What one event cost, from the times at which the surviving members applied their steps."""
+    """Cost of one event, from the times at which the surviving members applied their steps."""
 
     event: str
     members: str
@@ -75,7 +75,7 @@ class Cost:
 
 
 class Demo:
-    """One elastic run under fire."""
+    """One elastic run under faults."""
 
     def __init__(self, folder: Path, epochs: int) -> None:
         self.folder = folder
@@ -104,7 +104,7 @@ class Demo:
         ).stdout
 
     def ask(self, path: str) -> object:
-        """One GET to the coordinator; None while it is down."""
+        """Send one GET to the coordinator; return None while it is down."""
         for home in self.home.glob("coordinators/*"):
             try:
                 token = (home / "token").read_text().splitlines()[0]
@@ -125,7 +125,7 @@ class Demo:
         return [member for member in self.view().get("members", []) if member["status"] == "training"]
 
     def tell(self) -> None:
-        """Print what the coordinator has written into the run's story since last time."""
+        """Print the new entries of the run's story."""
         lines = self.ask(f"/v1/runs/demo/story?after={self.told}&limit=200")
         for line in lines if isinstance(lines, list) else []:
             self.told = line["seq"]
@@ -143,7 +143,7 @@ class Demo:
             time.sleep(0.1)
 
     def settle(self, members: int) -> None:
-        """Wait until so many members train, and have made some steps together since the last event."""
+        """Wait until so many members train and have committed some steps together since the last event."""
         since = self.events[-1].at if self.events else 0.0
         gone = {pid for event in self.events for pid in event.hit}
 
@@ -156,7 +156,7 @@ class Demo:
         self.tell()
 
     def steps(self, pid: int) -> list[tuple[float, int]]:
-        """(time, step) of every step that a process has applied."""
+        """Return (time, step) of every step that a process has applied."""
         file = self.trace / f"{pid}.txt"
         rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [(float(row[0]), int(row[1])) for row in rows if len(row) == 2]
@@ -226,7 +226,7 @@ class Demo:
         return [self.cost(index) for index in range(len(self.events))]
 
     def cost(self, index: int) -> Cost:
-        """From 2 s before the event until the next one: the longest pause of any survivor, against its usual step."""
+        """Return the longest pause of a survivor, from 2 s before the event to the next one, against its usual step."""
         event = self.events[index]
         until = self.events[index + 1].at if index + 1 < len(self.events) else event.at + 5.0
         next_s, stall_s, repeated = 0.0, 0.0, 0
@@ -242,7 +242,7 @@ class Demo:
 
 
 def alone(folder: Path, epochs: int) -> tuple[Path, str]:
-    """The same file without Shoal's launcher: (parameters, last line)."""
+    """Run the same file without Shoal's launcher; return (parameters, last line)."""
     out = folder / "alone.pt"
     command = [sys.executable, str(SCRIPT), *ARGUMENTS, "--epochs", str(epochs), "--out", str(out)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -251,7 +251,7 @@ def alone(folder: Path, epochs: int) -> tuple[Path, str]:
 
 
 def distance(one: Path, other: Path) -> float:
-    """The largest difference of any parameter, relative to the largest parameter."""
+    """Return the largest difference of any parameter, relative to the largest parameter."""
     left, right = (torch.load(path, weights_only=True) for path in (one, other))
     assert left.keys() == right.keys()
     scale = max(value.abs().max().item() for value in left.values())

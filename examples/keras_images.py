@@ -1,6 +1,6 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits with Keras, elastically.
+"""Train a small convolutional network on scikit-learn's handwritten digits with Keras, elastically.
 
-shoal run -n 2:4 examples/keras_images.py      members may come, go and die
+shoal run -n 2:4 examples/keras_images.py      members may join, leave and die
 python examples/keras_images.py                alone: the same file, the same result
 diff examples/keras_images_plain.py examples/keras_images.py
 

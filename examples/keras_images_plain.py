@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits, with Keras alone.
+"""Train a small convolutional network on scikit-learn's handwritten digits, with Keras alone.
 
 python examples/keras_images_plain.py
 diff examples/keras_images_plain.py examples/keras_images.py

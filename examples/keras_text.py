@@ -1,4 +1,4 @@
-"""Trains a tiny character transformer to add, on sentences that are made on the spot, with Keras, elastically.
+"""Train a tiny character transformer to add numbers, on generated sentences, with Keras, elastically.
 
 shoal run -n 2:4 examples/keras_text.py
 python examples/keras_text.py
@@ -37,7 +37,7 @@ def padded(codes):
 
 
 def block(x, width, heads):
-    """Attention to what came before, then two layers for each letter by itself."""
+    """Apply causal attention, then two dense layers to each letter."""
     inside = layers.LayerNormalization()(x)
     x = x + layers.MultiHeadAttention(heads, width // heads)(inside, inside, use_causal_mask=True)
     inside = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
@@ -54,7 +54,7 @@ def transformer(width=64, heads=4, depth=2):
 
 
 def complete(model, texts):
-    """The most likely continuations, letter by letter, up to the end of the line."""
+    """Return the most likely continuations, letter by letter, up to the end of the line."""
     codes = [encode(text) for text in texts]
     while any(one[-1] != ALPHABET.index("\n") and len(one) < LENGTH for one in codes):
         likely = model.predict_on_batch(padded(codes)[:, :-1]).argmax(-1)

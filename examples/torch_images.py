@@ -1,6 +1,6 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits with PyTorch, elastically.
+"""Train a small convolutional network on scikit-learn's handwritten digits with PyTorch, elastically.
 
-shoal run -n 2:4 examples/torch_images.py      members may come, go and die
+shoal run -n 2:4 examples/torch_images.py      members may join, leave and die
 python examples/torch_images.py                alone: the same file, the same result
 diff examples/torch_images_plain.py examples/torch_images.py
 

@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits, with PyTorch alone.
+"""Train a small convolutional network on scikit-learn's handwritten digits, with PyTorch alone.
 
 python examples/torch_images_plain.py
 diff examples/torch_images_plain.py examples/torch_images.py

@@ -1,4 +1,4 @@
-"""Runs a script, writes down when each optimizer step was applied, and slows it down so that one can watch.
+"""Run a script, log the time of each optimizer step, and slow it down so that people can watch.
 
 python examples/watched.py FOLDER SCRIPT [ARGS]
 

@@ -1,1 +1,1 @@
-"""Shoal on clusters against what these clusters are usually trained on with: srun and ssh with torchrun, Ray Train."""
+"""Shoal on clusters against the usual launchers there: srun and ssh with torchrun, and Ray Train."""

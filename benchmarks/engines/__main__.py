@@ -1,7 +1,7 @@
-"""`python -m benchmarks.engines`: how soon a run begins on a cluster, what a lost machine costs it, and what is left.
+"""`python -m benchmarks.engines`: time to the first step on a cluster, cost of a lost machine, and leftovers.
 
-Shoal and whoever is usually asked on that cluster take turns, so that whatever else the machine does hits both. What
-was measured replaces what the JSON file has of it; the rest of the file stays.
+Shoal and the usual launcher of that cluster take turns, so that other load on the machine affects both. New figures
+replace the same figures in the JSON file; the rest of the file stays.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _measure(kind: type[Site], parts: list[str], found: dict[str, Any], options: argparse.Namespace) -> None:
-    """All figures of one cluster, which is started for them."""
+    """Start one cluster and measure all of its figures."""
     if why := kind.why_not():
         say(f"{kind.name}: SKIPPED, {why}")
         return

@@ -1,4 +1,4 @@
-"""What is measured of one job: how long until its first step, and what the loss of a machine costs."""
+"""Figures of one job: time to its first step, and cost of a lost machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Figures = dict[str, float]
 
 
 def first_step(side: Side[Any], directory: Path) -> Figures:
-    """Seconds from the command to the first step that all members committed together."""
+    """Return the seconds from the command to the first step that all members committed together."""
     try:
         at = side.start(directory, Load(), MEMBERS, MEMBERS)
         first = side.commits.wait_for(lambda commit: commit.size == MEMBERS, at, WAIT_S, side.alive)
@@ -30,7 +30,7 @@ def first_step(side: Side[Any], directory: Path) -> Figures:
 
 
 def loss(side: Side[Any], directory: Path, chance: random.Random) -> Figures:
-    """A machine of three is lost at any point of a step: seconds until the next commit, and steps made twice."""
+    """Lose one of three machines within a step; return the seconds to the next commit and the repeated steps."""
     try:
         side.start(directory, Load(pace_s=FAST_S), MACHINES - 1, MACHINES)
         before = side.commits.wait_until_steady(MACHINES, WAIT_S, side.alive)

@@ -1,4 +1,4 @@
-"""What is left of runs whose coordinators, agents, members and clients were killed at random, on pools of machines."""
+"""Leftovers of runs on pools whose coordinators, agents, members and clients were killed at random."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MORE_S = 120.0
 
 
 def count(engine: str, faults: int) -> dict[str, Any]:
-    """The processes and jobs that are left of the runs of the test of this, with so many faults on this engine."""
+    """Run the chaos test with so many faults on this engine and return the processes and jobs that are left over."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-", dir="/tmp") as scratch:
         report = Path(scratch, "report.json")
         env = {
@@ -57,7 +57,7 @@ def count(engine: str, faults: int) -> dict[str, Any]:
 
 
 def _run(argv: list[str], env: dict[str, str], out: TextIO, within_s: float) -> int | None:
-    """The exit code of the test, None if it had to be killed; what it started ends when it does."""
+    """Return the exit code of the test, or None if it had to be killed; its descendants end with it."""
     try:
         return subprocess.run(argv, cwd=ROOT, env=env, stdout=out, stderr=out, timeout=within_s, check=False).returncode
     except subprocess.TimeoutExpired:
@@ -65,7 +65,7 @@ def _run(argv: list[str], env: dict[str, str], out: TextIO, within_s: float) -> 
 
 
 def _crashes(died: dict[str, int]) -> int:
-    """Of coordinators, agents and clients; members that were killed and agents that were frozen do not count."""
+    """Return the number of crashes of coordinators, agents and clients, without killed members and frozen agents."""
     return sum(
         {"agent": 1, "coordinator": 1, "both": 2, "client": 1}.get(kind, 0) * many for kind, many in died.items()
     )

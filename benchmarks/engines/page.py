@@ -1,4 +1,4 @@
-"""The figures of engines as a table of goals."""
+"""The page with the figures of the engines and their goals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHAT = {"slurm": "Slurm", "ray": "Ray", "ssh": "ssh hosts"}
 
 
 def page(found: Found) -> str:
-    """All of it, under what it was measured on."""
+    """Return the whole page, with the machine that it was measured on."""
     lines = ["# Engines", ""]
     for part, title in (
         ("start", "submit → first step"),

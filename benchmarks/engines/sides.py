@@ -1,4 +1,4 @@
-"""One job on a cluster: Shoal's, and that of whoever is usually asked there."""
+"""Jobs on a cluster: Shoal's, and those of the usual launchers there."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SiteT = TypeVar("SiteT", bound=Site)
 
 
 class Side(ABC, Generic[SiteT]):
-    """A way to train on a site. `home` outlives its jobs and is where it keeps what it need not do twice.
+    """One way to train on a site. `home` outlives the jobs and holds caches.
 
-    `survives` says whether it is also measured what the loss of a machine costs it.
+    `survives` says whether the loss of a machine is measured too.
     """
 
     name: ClassVar[str]
@@ -39,7 +39,7 @@ class Side(ABC, Generic[SiteT]):
         home.mkdir(parents=True)
 
     def start(self, directory: Path, load: Load, least: int, most: int) -> float:
-        """Start a job of so many members that logs its commits there; when it was asked for."""
+        """Start a job whose members log their commits to a folder; return the time of the command."""
         directory.mkdir(parents=True)
         # Processes on hosts of their own have numbers that mean nothing here.
         self.commits = Commits(directory, running=lambda _: True)
@@ -51,7 +51,7 @@ class Side(ABC, Generic[SiteT]):
 
     @abstractmethod
     def commands(self, job: list[str], least: int, most: int) -> list[list[str]]:
-        """What a user would type, each in a terminal."""
+        """Return the commands that a user would type, one per terminal."""
 
     def env(self) -> dict[str, str]:
         return {}
@@ -60,11 +60,11 @@ class Side(ABC, Generic[SiteT]):
         return all(one.poll() is None for one in self.started)
 
     def can_lose(self, machine: str) -> bool:
-        """Whether its way is made to survive the loss of this machine."""
+        """Return whether this side is designed to survive the loss of this machine."""
         return bool(machine)
 
     def end(self) -> None:
-        """End the job, and leave the site as free as it was before."""
+        """End the job and free all machines of the site."""
         for one in self.started:
             one.terminate()
         for one in self.started:
@@ -75,7 +75,7 @@ class Side(ABC, Generic[SiteT]):
 
 
 class Shoal(Side[Site]):
-    """`shoal run --on POOL`: all settings are the defaults."""
+    """`shoal run --on POOL` with default settings."""
 
     name = "shoal"
 
@@ -100,7 +100,7 @@ class Shoal(Side[Site]):
 
 
 class TorchrunSide(Side[SiteT]):
-    """torchrun on each machine, with waits as short as its documentation allows."""
+    """torchrun on each machine, with timeouts as short as its documentation allows."""
 
     settings = Torchrun.settings
 
@@ -144,7 +144,7 @@ class SrunTorchrun(TorchrunSide[SlurmSite]):
 
 
 class SbatchTorchrun(SrunTorchrun):
-    """The same as a batch job: it waits for Slurm's scheduler, as Shoal's do, and as srun from a terminal does not."""
+    """The same as a batch job, which waits for Slurm's scheduler as Shoal's jobs do; an interactive srun does not."""
 
     name = "sbatch, srun torchrun"
     survives = False
@@ -174,7 +174,7 @@ class SshTorchrun(TorchrunSide[SshSite]):
 
 
 class RayTrain(Side[RaySite]):
-    """TorchTrainer, which starts all workers anew from its last checkpoint when one of them fails."""
+    """TorchTrainer, which restarts all workers from its last checkpoint when one of them fails."""
 
     name = "Ray Train"
     settings: ClassVar[Mapping[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The clusters that are measured on, as the tests start them: real ones, all of them on this machine."""
+"""The clusters to measure on: real ones, started on this machine as the tests do."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ UP_S = 60.0
 
 
 class Site(ABC):
-    """A cluster with machines of one member each. `pool` is what shoal.toml says of it, without its name.
+    """A cluster with one member per machine. `pool` is its table in shoal.toml, without the name.
 
-    `survives` says whether machines of it are lost in measurements.
+    `survives` says whether the loss of a machine is measured.
     """
 
     name: ClassVar[str]
@@ -40,11 +40,11 @@ class Site(ABC):
     @staticmethod
     @abstractmethod
     def why_not() -> str:
-        """What is missing for it here, or nothing."""
+        """Return what this machine lacks for the site, or an empty string."""
 
     @abstractmethod
     def open(self) -> contextlib.AbstractContextManager[Site]:
-        """It is up while this is entered, and what this thread starts then can reach it."""
+        """Run the cluster while the context is open; processes started by this thread can reach it."""
 
     @property
     @abstractmethod
@@ -52,23 +52,23 @@ class Site(ABC):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What `shoal run` is told beside the pool."""
+        """Return the options of `shoal run` besides the pool."""
         return ()
 
     @abstractmethod
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """All that runs on each machine."""
+        """Return all processes of each machine."""
 
     @abstractmethod
     def clear(self) -> None:
-        """End what runs there and is no part of the cluster itself; all machines are up and free then."""
+        """End all jobs on the cluster, so that all machines are up and free."""
 
     def training(self, directory: Path) -> list[str]:
-        """The machines on which processes of a job are; they have its logs of commits open."""
+        """Return the machines with processes of a job, which have its commit logs open."""
         return [name for name, found in self.processes().items() if any(_writes_to(one, directory) for one in found)]
 
     def lose(self, machine: str) -> float:
-        """Its power fails: all that runs there is gone at once and says nothing. When that was."""
+        """Kill everything on a machine at once, as a power failure does; return the time."""
         found = self.processes()[machine]
         at = time.monotonic()
         for one in found:
@@ -78,7 +78,7 @@ class Site(ABC):
 
 
 class SlurmSite(Site):
-    """Three nodes, each a slurmd of its own on loopback."""
+    """Slurm with three nodes, each with its own slurmd on loopback."""
 
     name = "slurm"
     machines = 3
@@ -118,7 +118,7 @@ class SlurmSite(Site):
 
 
 class RaySite(Site):
-    """A head without processors and four nodes of one, one more than members: one that is lost has a successor."""
+    """Ray with a head without processors and four nodes with one each: one more than members, to replace a lost one."""
 
     name = "ray"
     machines = 4
@@ -132,7 +132,7 @@ class RaySite(Site):
 
     @contextlib.contextmanager
     def open(self) -> Iterator[RaySite]:
-        # Its workers have the environment of whoever starts it.
+        # Ray's workers inherit the environment of the process that starts the cluster.
         os.environ.update(self.env)
         # Workers that wait for work, as Ray has them by default.
         settings = {name: value for name, value in ray_cluster.SETTINGS.items() if "prestart" not in name}
@@ -168,7 +168,7 @@ class RaySite(Site):
 
 
 class SshSite(Site):
-    """Two hosts with a network and processes of their own, and sshd."""
+    """Two hosts with their own network and process namespaces and an sshd."""
 
     name = "ssh"
     survives = False
@@ -206,7 +206,7 @@ SITES: tuple[type[Site], ...] = (SlurmSite, RaySite, SshSite)
 
 
 def _with_children(pids: Iterable[int]) -> Iterator[psutil.Process]:
-    """These, and all that they started; those that have just ended are left out."""
+    """Return these processes and all their descendants, without those that have just ended."""
     found: dict[int, psutil.Process] = {}
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

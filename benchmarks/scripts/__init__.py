@@ -1,1 +1,1 @@
-"""The same training loop four times; the scripts differ only in who distributes it."""
+"""The same training loop for each side; the scripts differ only in how it is distributed."""

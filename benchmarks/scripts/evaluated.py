@@ -1,6 +1,6 @@
-"""The job of `benchmarks.evaluator`: a small CNN for some seconds, on a core of its own; so is its evaluator.
+"""The job of `benchmarks.evaluator`: a small CNN trained for some seconds on one core, with its evaluator on another.
 
-As `evaluated.py stranger` it scores as much, as often and on the same core, but has nothing to do with any run.
+`evaluated.py stranger` scores as much, as often and on the same core, but belongs to no run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE_S = 120.0
 
 
 def begun(first_at: float) -> float:
-    """When what is measured began, 0 if it has not yet: an evaluator has to be at work."""
+    """Return the time at which measuring began, 0 if it has not: an evaluator must be at work first."""
     now = time.monotonic()
     if PLAN["scored"] and not (Path(PLAN["out"]) / "scoring").exists():
         if now > first_at + PATIENCE_S:
@@ -33,7 +33,7 @@ def begun(first_at: float) -> float:
 
 
 def made() -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
-    """The samples, their classes and the model."""
+    """Return the samples, their classes and the model."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -49,7 +49,7 @@ def is_over() -> bool:
 
 @torch.no_grad()
 def score(x: torch.Tensor, y: torch.Tensor, model: nn.Module) -> dict[str, float]:
-    """As much work as fits between two checkpoints, so that whoever scores is busy most of the time."""
+    """Score for most of the time between two checkpoints."""
     (Path(PLAN["out"]) / "scoring").touch()
     began = time.monotonic()
     until = began + PLAN["score_s"]
@@ -62,7 +62,7 @@ def score(x: torch.Tensor, y: torch.Tensor, model: nn.Module) -> dict[str, float
 
 
 def stranger() -> None:
-    """Score every so often until the run beside us is over."""
+    """Score at intervals until the measured run is over."""
     os.sched_setaffinity(0, {PLAN["cores"]["evaluator"]})
     given = made()
     until = time.monotonic() + PATIENCE_S + 2 * PLAN["seconds"]

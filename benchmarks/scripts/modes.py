@@ -1,4 +1,4 @@
-"""Trained in every mode by `benchmarks.synchrony`: a small network, each batch of which leaves its time and loss."""
+"""The job of `benchmarks.synchrony`: a small network that logs the time and loss of every batch."""
 
 import json
 import os

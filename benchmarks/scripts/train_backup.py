@@ -1,4 +1,4 @@
-"""Tensorflow Elastic's way: a process that is lost is started again, and BackupAndRestore finds the last backup."""
+"""Restart with BackupAndRestore: a lost process is started again and loads its last backup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ model.compile(keras_job.build_optimizer(), keras_job.build_loss())
 
 
 class Log(keras.callbacks.Callback):
-    """Pace before a step, its commit after it."""
+    """Callback that keeps the pace before a step and logs its commit after it."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         time.sleep(job.pace_s)

@@ -19,7 +19,7 @@ run = shoal.join()
 
 
 class Log(keras.callbacks.Callback):
-    """Gate and pace before a step, its commit after it."""
+    """Callback that waits for the gate and the pace before a step and logs its commit after it."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         job.wait_for_turn(run.step)

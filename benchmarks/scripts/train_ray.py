@@ -53,7 +53,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def report(step: int, state: dict[str, Any] | None) -> None:
-    """As Ray Train asks for it: all workers report, and the first hands over the checkpoint."""
+    """Report from all workers, with the checkpoint of the first, as Ray Train requires."""
     with tempfile.TemporaryDirectory() as where:
         if state is not None:
             torch.save(state, Path(where, "checkpoint.pt"))

@@ -18,7 +18,7 @@ OPERATION_TIMEOUT = timedelta(seconds=float(os.environ["BENCH_TORCHFT_TIMEOUT_S"
 
 
 class Ddp(DistributedDataParallel):
-    """torchft 0.2's own hook asserts on a failed Gloo all-reduce and so kills every survivor; this one goes on."""
+    """DDP that continues after a failed Gloo all-reduce; the hook of torchft 0.2 asserts and ends every survivor."""
 
     @staticmethod
     def _comm_hook(state: Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

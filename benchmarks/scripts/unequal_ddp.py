@@ -25,7 +25,7 @@ loader = DataLoader(dataset, batch_size=job.batch // size, sampler=sampler, drop
 
 
 def own_backward_s() -> float:
-    """What a backward pass takes without its all-reduce: that much less is slept before it."""
+    """Return the time of a backward pass without its all-reduce, by which the emulated sleep is shortened."""
     images, labels = next(iter(loader))
     took_s = []
     for _ in range(5):

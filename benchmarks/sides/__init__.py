@@ -1,1 +1,1 @@
-"""One file for each way to distribute the job: how it is started, grown, shrunk and ended."""
+"""One module per way to distribute the job: how it is started, grown, shrunk and ended."""

@@ -1,4 +1,4 @@
-"""Plain DDP: the processes are started by hand, as a launcher would."""
+"""Plain DDP, whose processes are started directly, as a launcher would."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlainDdp(Side):
             self._members.append(processes.start(command, self.directory / f"member{rank}.log", env))
 
     def environment(self) -> dict[str, str]:
-        """What the script is told beside its arguments."""
+        """Return the environment of the script."""
         return {}
 
     def alive(self) -> bool:
@@ -52,7 +52,7 @@ class PlainDdp(Side):
 
 
 class DdpWithBucketView(PlainDdp):
-    """DDP whose gradients live in its buckets: less memory, one copy less."""
+    """DDP with `gradient_as_bucket_view`: less memory and one copy less."""
 
     name = "ddp+view"
     bucket_view = True

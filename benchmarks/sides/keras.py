@@ -1,4 +1,4 @@
-"""Keras: Shoal, MultiWorkerMirroredStrategy, and a process that is started again from its backup."""
+"""Keras sides: Shoal, MultiWorkerMirroredStrategy, and one process that restarts from its backup."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MultiWorkerMirrored(PlainDdp):
 
 
 class Backup(Side):
-    """One process, without a cluster that would have to form again: as fast as a restart can be."""
+    """One process without a cluster to form again: the fastest possible restart."""
 
     name = "restart + BackupAndRestore"
 
@@ -44,7 +44,7 @@ class Backup(Side):
         self._member = processes.start(command, self.directory / "member.log")
 
     def alive(self) -> bool:
-        """It is started again at once, whenever it is looked at."""
+        """Return True, after restarting the process if it has ended."""
         if self._member.poll() is not None:
             self._start()
         return True

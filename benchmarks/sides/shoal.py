@@ -1,4 +1,4 @@
-"""Shoal: a standing coordinator and one agent a member, so that coordinator and machines can be lost one by one."""
+"""Shoal with a standing coordinator and one agent per member, so that each of them can be lost separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.sides.side import MOST_MEMBERS, SCRIPTS, Side
 
 
 class Shoal(Side):
-    """All settings are the defaults."""
+    """A run with default settings."""
 
     name = "shoal"
     settings: ClassVar[dict[str, Any]] = {"all": "defaults"}
@@ -80,7 +80,7 @@ class Shoal(Side):
 
 
 class ShoalOnOneMachine(Shoal):
-    """The usual case: one agent, whose warm process all members are forked from."""
+    """The usual case: one agent, from whose warm process all members are forked."""
 
     def _offer(self, members: int) -> None:
         self.add(slots=members)

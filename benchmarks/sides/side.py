@@ -1,4 +1,4 @@
-"""What the benchmark asks of every side."""
+"""The interface of every side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_MEMBERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the job trains: model, samples a step, least seconds a step, and whether it waits for its turn."""
+    """What the job trains: model, samples per step, minimum seconds per step, and whether it waits at the gate."""
 
     model: str = "cnn"
     batch: int = 48
@@ -31,7 +31,7 @@ class Load:
 
 
 class Side(ABC):
-    """A job under way; the pids of its members are those of its commit logs."""
+    """A running job; the pids of its members are those of its commit logs."""
 
     name: str
     settings: ClassVar[dict[str, Any]] = {}
@@ -43,36 +43,36 @@ class Side(ABC):
 
     @abstractmethod
     def start(self, members: int) -> None:
-        """Starts the job with that many members."""
+        """Start the job with that many members."""
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether the job can still make progress."""
+        """Return whether the job can still make progress."""
 
     @abstractmethod
     def add(self) -> None:
-        """Adds one member to the running job."""
+        """Add one member to the running job."""
 
     @abstractmethod
     def remove(self, pid: int) -> None:
-        """Takes this member away for good, without a warning."""
+        """Remove this member for good, without a warning."""
 
     def can_lose(self, pid: int) -> bool:
-        """Whether the job is made to survive the loss of this member's machine."""
+        """Return whether the job is designed to survive the loss of this member's machine."""
         return pid > 0
 
     def stop_coordinator(self) -> None:
-        """Kills what decides membership, with -9."""
+        """Kill the process that decides membership with SIGKILL."""
         raise NotImplementedError(f"{self.name} has no coordinator to lose")
 
     def start_coordinator(self) -> None:
-        """Starts it again where it was."""
+        """Start it again at the same address."""
         raise NotImplementedError(f"{self.name} has no coordinator to lose")
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """What was started for the job; everything of it is below these."""
+        """Return the processes started for the job; all others are their descendants."""
         return []
 
     @abstractmethod
     def end(self) -> None:
-        """Ends all processes of the job."""
+        """End all processes of the job."""

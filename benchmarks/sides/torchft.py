@@ -1,4 +1,4 @@
-"""torchft: a lighthouse and one replica group a member, each started again the moment it exits."""
+"""torchft with a lighthouse and one replica group per member, each restarted the moment it exits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.sides.side import MOST_MEMBERS, SCRIPTS, Side
 
 
 class Torchft(Side):
-    """Tuned: heartbeats, ticks and timeouts short; the join timeout as its README has it."""
+    """torchft with short heartbeats, ticks and timeouts, and the join timeout of its README."""
 
     name = "torchft"
     settings: ClassVar[dict[str, Any]] = {
@@ -99,7 +99,7 @@ class Torchft(Side):
 
 
 class HastyTorchft(Torchft):
-    """Does not wait for members that are still heartbeating: faster, but replicas that are late form worlds apart."""
+    """torchft that does not wait for members that still seem alive: faster, but late replicas form separate worlds."""
 
     name = "torchft-hasty"
     settings: ClassVar[dict[str, Any]] = {**Torchft.settings, "join_timeout_ms": 200, "heartbeat_timeout_ms": 300}

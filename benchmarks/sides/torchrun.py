@@ -1,4 +1,4 @@
-"""torchrun elastic: one agent a member, so that a whole machine can be lost."""
+"""torchrun elastic with one agent per member, so that a whole machine can be lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.sides.side import MOST_MEMBERS, SCRIPTS, Side
 
 
 class Torchrun(Side):
-    """Waits are cut as far as its documentation allows: a last call of seconds, keep-alives every second."""
+    """torchrun with timeouts as short as its documentation allows: a last call of seconds, keep-alives every second."""
 
     name = "torchrun"
     settings: ClassVar[dict[str, Any]] = {
@@ -62,7 +62,7 @@ class Torchrun(Side):
         self._agents.append(processes.start(command, self.directory / f"agent{number}.log", env))
 
     def alive(self) -> bool:
-        """The first agent holds the rendezvous: without it nothing goes on."""
+        """Return whether the first agent runs: it holds the rendezvous, without which the job cannot continue."""
         return self._agents[0].poll() is None
 
     def remove(self, pid: int) -> None:

@@ -14,7 +14,7 @@ from benchmarks.sides.side import SCRIPTS, Load, Side
 
 
 class UnequalDdp(PlainDdp):
-    """Equal shares, because it has no others."""
+    """DDP, which has equal shares only."""
 
     script = "unequal_ddp.py"
 
@@ -27,7 +27,7 @@ class UnequalDdp(PlainDdp):
 
 
 class UnequalShoal(Side):
-    """One run of one policy, with a coordinator and an agent of its own."""
+    """One run of one policy, with its own coordinator and agent."""
 
     def __init__(
         self, directory: Path, load: Load, name: str, settings: dict[str, str], emulate: str, groups: str = ""
@@ -45,7 +45,7 @@ class UnequalShoal(Side):
         self._run = processes.start(command, self.directory / "run.log", self._env)
 
     def story(self) -> list[dict[str, Any]]:
-        """What `shoal why` tells of the shares."""
+        """Return what `shoal why` says about the shares."""
         answer = subprocess.run(
             [self._shoal, "why", "--json"],
             env=processes.environment(self._env),

@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits, with PyTorch alone.
+"""Train a small convolutional network on scikit-learn's handwritten digits, with PyTorch alone.
 
 python examples/digits/plain.py
 diff examples/digits/plain.py examples/digits/train.py

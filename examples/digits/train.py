@@ -1,6 +1,6 @@
-"""Trains a small convolutional network on scikit-learn's handwritten digits, elastically.
+"""Train a small convolutional network on scikit-learn's handwritten digits, elastically.
 
-shoal run -n 2:4 examples/digits/train.py      members may come, go and die
+shoal run -n 2:4 examples/digits/train.py      members may join, leave and die
 python examples/digits/train.py                alone: the same file, the same result
 diff examples/digits/plain.py examples/digits/train.py
 """

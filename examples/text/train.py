@@ -1,4 +1,4 @@
-"""Trains a tiny character transformer to add, on sentences that are made on the spot.
+"""Train a tiny character transformer to add numbers, on generated sentences.
 
 shoal run -n 2:4 examples/text/train.py
 python examples/text/train.py
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
 
 
 def complete(model: nn.Module, text: str) -> str:
-    """The most likely continuation, letter by letter, up to the end of the line."""
+    """Return the most likely continuation, letter by letter, up to the end of the line."""
     codes = encode(text)
     with torch.no_grad():
         while len(codes) < LENGTH and ALPHABET[codes[-1]] != "\n":

@@ -109,9 +109,9 @@ def test_a_crash_never_costs_the_newest_complete_checkpoint(renames, keep, crash
         except Crash:
             pass
         store.left = 1 << 60
-        found = newest_step(store)
-        assert found in (complete, step)
-        step = complete = found
+        newest = newest_step(store)
+        assert newest in (complete, step)
+        step = complete = newest
     write(store, step + 1, world=99)
     checkpoint.prune(store, keep)
     assert newest_step(store) == step + 1

@@ -59,13 +59,13 @@ class Fleet(RuleBasedStateMachine):
             self.on(run, run_events.RunCreated(spec, settings))
 
     @rule(agent=AGENTS)
-    def connect(self, agent: str) -> None:
+    def agent_connects(self, agent: str) -> None:
         if agent not in self.linked:
             self.linked.add(agent)
             self.on("", fe.AgentConnected(agent, self.slots[agent], "h", tuple(sorted(self.alive[agent]))))
 
     @rule(agent=AGENTS, dies=st.booleans())
-    def cut(self, agent: str, dies: bool) -> None:
+    def agent_disconnects(self, agent: str, dies: bool) -> None:
         if agent in self.linked:
             self.linked.discard(agent)
             if dies:
@@ -73,7 +73,7 @@ class Fleet(RuleBasedStateMachine):
             self.on("", fe.AgentDisconnected(agent))
 
     @rule(agent=AGENTS)
-    def notice(self, agent: str) -> None:
+    def agent_gets_notice(self, agent: str) -> None:
         if agent in self.linked:
             self.on("", fe.AgentNotice(agent, 30.0, "spot"))
 
@@ -83,14 +83,14 @@ class Fleet(RuleBasedStateMachine):
 
     @precondition(lambda self: self._processes())
     @rule(data=st.data(), cause=st.sampled_from(["done", "user", "infrastructure", "preempted"]))
-    def exit(self, data: st.DataObject, cause: str) -> None:
+    def process_exits(self, data: st.DataObject, cause: str) -> None:
         agent, name = data.draw(st.sampled_from(self._processes()))
         self.alive[agent].discard(name)
         self.on(name[0], fe.ProcessExited(*name, cause))
 
     @precondition(lambda self: self._processes())
     @rule(data=st.data())
-    def hello(self, data: st.DataObject) -> None:
+    def member_connects(self, data: st.DataObject) -> None:
         _, (run, member, incarnation) = data.draw(st.sampled_from(self._processes()))
         if run == "r" and not self.state.runs[run].has_ended:
             self.on(run, ev.MemberConnected(member, incarnation, Address("h", 1)))
@@ -99,36 +99,36 @@ class Fleet(RuleBasedStateMachine):
     @rule()
     def unmanaged_member_connects(self) -> None:
         if not self.state.runs["r"].has_ended:
-            self.on("r", ev.MemberConnected("guest/0", "g", Address("h", 1)))
+            self.on("r", ev.MemberConnected("unmanaged/0", "g", Address("h", 1)))
 
     @rule(run=RUNS, low=st.integers(1, 2), more=st.integers(0, 3))
-    def scale(self, run: str, low: int, more: int) -> None:
+    def run_is_scaled(self, run: str, low: int, more: int) -> None:
         self.on(run, ev.ScaleRequested(low, low + more))
 
     @rule(run=RUNS)
-    def stop(self, run: str) -> None:
+    def run_is_stopped(self, run: str) -> None:
         self.on(run, run_events.UserStopRequested("enough", True, 5.0))
 
     @rule(run=RUNS)
-    def resume(self, run: str) -> None:
+    def run_is_resumed(self, run: str) -> None:
         self.on(run, run_events.RunResumed(1, 2))
 
     @rule()
-    def restart(self) -> None:
-        """The coordinator is killed and reads its journal."""
-        again = CoordinatorState()
+    def coordinator_restarts(self) -> None:
+        """Kill the coordinator and let it read its journal."""
+        replayed = CoordinatorState()
         for entry in self.entries:
-            apply(again, entry.run, journal.decode_event(entry, run_events.KINDS), entry.at)
-        assert again == self.state
-        self.state = again
+            apply(replayed, entry.run, journal.decode_event(entry, run_events.KINDS), entry.at)
+        assert replayed == self.state
+        self.state = replayed
         self.linked.clear()
         self.on("", fe.CoordinatorStarted(f"s{len(self.entries)}"))
         for run in [run for run in self.state.runs.values() if not run.has_ended]:
             self.on(run.name, ev.CoordinatorRestarted())
 
     @rule(seconds=st.sampled_from([0.1, 1.1, 4.0, 11.0, 70.0]))
-    def wait(self, seconds: float) -> None:
-        """Time goes by; agents have ended by then whatever they were asked to end."""
+    def time_passes(self, seconds: float) -> None:
+        """Advance the clock; agents have ended by then all processes that they were instructed to end."""
         self.now += seconds
         for agent in sorted(self.linked):
             for name in sorted(self.alive[agent]):
@@ -140,8 +140,8 @@ class Fleet(RuleBasedStateMachine):
             if not run.has_ended:
                 for event in mb.due(run.membership, {}, self.now):
                     self.on(run.name, event)
-        for wait in fl.due(self.state.fleet, self.now):
-            self.on(wait.run, wait)
+        for timer in fl.due(self.state.fleet, self.now):
+            self.on(timer.run, timer)
 
     @invariant()
     def no_agent_holds_more_than_its_slots(self) -> None:
@@ -154,25 +154,25 @@ class Fleet(RuleBasedStateMachine):
     def indexes_agree_with_the_processes(self) -> None:
         processes = self.state.fleet.processes
         for run in self.state.runs:
-            found = {p.member: p for p in processes.values() if p.run == run}
-            assert list(processes.of_run(run).items()) == list(found.items())
+            expected = {p.member: p for p in processes.values() if p.run == run}
+            assert list(processes.of_run(run).items()) == list(expected.items())
         for agent in ("a", "b"):
             assert processes.slots_used(agent) == sum(p.agent == agent for p in processes.values())
 
     @invariant()
-    def no_decision_is_left_over(self) -> None:
-        """A decision without an event changes nothing."""
+    def no_decision_is_pending(self) -> None:
+        """Check that deciding again without an event changes nothing."""
         draft = FleetDraft(self.state.fleet, self.now)
         fl.advance(draft)
         assert (draft.instructions, draft.freeze()) == ([], self.state.fleet)
 
     @invariant()
     def incarnations_are_never_used_twice(self) -> None:
-        found = [p.incarnation for p in self.state.fleet.processes.values()]
-        assert len(found) == len(set(found))
+        incarnations = [p.incarnation for p in self.state.fleet.processes.values()]
+        assert len(incarnations) == len(set(incarnations))
 
     @invariant()
-    def an_ended_run_starts_nothing(self) -> None:
+    def ended_run_starts_no_process(self) -> None:
         for run in self.state.runs.values():
             wanted = self.state.fleet.runs[run.name]
             assert run.has_ended == (wanted.status == fl.ENDED)
@@ -181,8 +181,8 @@ class Fleet(RuleBasedStateMachine):
                 assert not [p for p in self.state.fleet.of_run(run.name) if p.status in (fl.STARTING, fl.RUNNING)]
 
     @invariant()
-    def a_compat_group_is_never_larger_than_asked(self) -> None:
-        """Unless one is done already, or an agent is away or will go, so that there is no better group to form."""
+    def compat_group_is_never_larger_than_requested(self) -> None:
+        """Check the size, unless a process is done or an agent is unusable, when no better group can be formed."""
         wanted = self.state.fleet.runs.get("c")
         away = not all(agent.usable for agent in self.state.fleet.agents.values())
         processes = self.state.fleet.of_run("c")
@@ -191,15 +191,15 @@ class Fleet(RuleBasedStateMachine):
             assert len([p for p in processes if p.status in (fl.STARTING, fl.RUNNING)]) <= wanted.max_members
 
     def teardown(self) -> None:
-        """When one agent stays and time goes by, every run that goes on has processes, or has ended."""
+        """Check that with one stable agent every active run gets processes, or ends."""
         if "r" not in self.state.runs:
             return
         self.now += 200.0
-        for wait in fl.due(self.state.fleet, self.now):
-            self.on(wait.run, wait)
-        self.connect("a")
+        for timer in fl.due(self.state.fleet, self.now):
+            self.on(timer.run, timer)
+        self.agent_connects("a")
         for _ in range(6):
-            self.wait(11.0)
+            self.time_passes(11.0)
         for run in self.state.runs.values():
             if not run.has_ended and self.state.fleet.runs[run.name].status == fl.ACTIVE:
                 processes = self.state.fleet.of_run(run.name)

@@ -63,11 +63,11 @@ def test_best_is_the_first_of_equals_and_early_stopping_counts_from_it(
 ) -> None:
     state, values, stopped = el.EvaluationState(), list[float | None](), False
     best = "max:score" if largest else "min:score"
-    for one in happened:
-        event = one
-        if one is None or isinstance(one, float):
-            values.append(one)
-            event = el.EvaluationReported(ME, 10 * len(values), {} if one is None else {"score": one}, best, limit)
+    for score in happened:
+        event = score
+        if score is None or isinstance(score, float):
+            values.append(score)
+            event = el.EvaluationReported(ME, 10 * len(values), {} if score is None else {"score": score}, best, limit)
         state, instructions = el.decide(state, event, 0.0)
         stopped = stopped or any(isinstance(i, el.StopEarly) for i in instructions)
     numbers = [value for value in values if value is not None]

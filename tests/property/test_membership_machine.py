@@ -1,8 +1,8 @@
 """Members join, leave, hang, die and lose the coordinator in any order; the promises of membership hold all the while.
 
 Members are modelled after `shoal.worker.session.session`: messages travel in order on each line, but lines are
-delivered in any order. Nothing here has a clock but the one that the rules move. Where it is calm, members come, die
-and are told to go, but all is heard at once: few examples would otherwise come to the end of a run.
+delivered in any order. The only clock is the one that the rules advance. In a calm example members join, die and get
+notices, but every message is delivered at once: few examples would otherwise reach the end of a run.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Model:
     def works(self) -> bool:
         return self.alive and not self.hung
 
-    def say(self, event: Any) -> None:
+    def send(self, event: Any) -> None:
         if self.connected:
             self.outbox.append(event)
 
     def hello(self) -> None:
-        self.say(
+        self.send(
             ev.MemberConnected(
                 self.name,
                 self.incarnation,
@@ -67,30 +67,30 @@ class Model:
             )
         )
         if self.world is None:
-            self.say(ev.MemberReady(self.name, "f", self.step))
+            self.send(ev.MemberReady(self.name, "f", self.step))
         if self.leaving:
-            self.say(ev.NoticeReceived(self.name, 30.0, "notice"))
+            self.send(ev.NoticeReceived(self.name, 30.0, "notice"))
 
-    def break_world(self, suspects: tuple[str, ...] = (), answer: bool = True, told: bool = False) -> None:
-        """Who is done does not mind that the others are gone, unless it is told that the world is over."""
-        if self.world is not None and not self.broken and (told or not self.done):
+    def break_world(self, suspects: tuple[str, ...] = (), answer: bool = True, dissolved: bool = False) -> None:
+        """Break the world; a member that is done does so only if the coordinator has dissolved the world."""
+        if self.world is not None and not self.broken and (dissolved or not self.done):
             self.broken, self.prepared = True, None
             if answer:
-                self.say(ev.WorldBroken(self.name, self.world.number, self.step, suspects))
+                self.send(ev.WorldBroken(self.name, self.world.number, self.step, suspects))
 
 
 class Membership(RuleBasedStateMachine):
     @initialize(
         count=st.integers(1, 4),
         replaces_members=st.booleans(),
-        left=st.sampled_from([1, 2, 9, FOR_EVER]),
+        remaining=st.sampled_from([1, 2, 9, FOR_EVER]),
         begun=st.booleans(),
         calm=st.booleans(),
     )
-    def begin(self, count: int, replaces_members: bool, left: int, begun: bool, calm: bool) -> None:
+    def begin(self, count: int, replaces_members: bool, remaining: int, begun: bool, calm: bool) -> None:
         self.calm = calm
         self.now = 1000.0
-        self.total = left
+        self.total = remaining
         self.ended = False
         self.state = self.first = MembershipState(dataclasses.replace(SETTINGS, replaces_members=replaces_members))
         self.journal: list[tuple[Any, float]] = []
@@ -102,11 +102,11 @@ class Membership(RuleBasedStateMachine):
         for _ in range(count + (2 if calm else 0)):
             self._join()
         if begun or calm:
-            # Most that can go wrong at the end takes a world that trains, and few examples come so far by themselves.
+            # Most faults at the end of a run need a world that trains, and few examples get that far by themselves.
             self.total = FOR_EVER
             while self.committed < 2:
-                self._settle()
-            self.total = self.committed + (min(left, 3) if calm else left)
+                self._let_settle()
+            self.total = self.committed + (min(remaining, 3) if calm else remaining)
 
     # --- what may happen
 
@@ -118,31 +118,29 @@ class Membership(RuleBasedStateMachine):
 
     @precondition(lambda self: sum(m.alive for m in self.models.values()) < 5)
     @rule()
-    def join(self) -> None:
+    def member_joins(self) -> None:
         self._join()
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
-    def deliver_some(self, data: st.DataObject) -> None:
+    def some_messages_arrive(self, data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(1, 6))):
-            lines = [
-                (m, way) for m in self.models.values() for way in ("regrouping", "in") if self._can_deliver(m, way)
-            ]
+            lines = [(m, way) for m in self.models.values() for way in ("out", "in") if self._can_deliver(m, way)]
             if not lines:
                 return
             self._deliver(*data.draw(st.sampled_from(lines)))
 
     @rule()
-    def all_is_heard_and_a_step_is_done(self) -> None:
+    def all_messages_arrive_and_a_step_commits(self) -> None:
         self._deliver_all()
-        world = self._whole()
+        world = self._complete_world()
         if world is not None:
             self._step(world, [self.models[s.member] for s in world.seats])
             self._deliver_all()
 
     @rule(data=st.data())
-    def one_dies_and_all_is_heard(self, data: st.DataObject) -> None:
-        victim = self._pick(data, self._is_whole)
+    def member_dies_and_all_messages_arrive(self, data: st.DataObject) -> None:
+        victim = self._pick(data, self._is_in_complete_world)
         if victim is not None and victim.world is not None:
             victim.alive = victim.connected = False
             self._feed(ev.MemberLost(victim.name, "its process ended"), victim)
@@ -152,7 +150,7 @@ class Membership(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
-    def kill(self, data: st.DataObject) -> None:
+    def member_is_killed(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.alive)
         if victim is not None:
             victim.alive, victim.connected = False, False
@@ -161,7 +159,7 @@ class Membership(RuleBasedStateMachine):
                 self._feed(ev.MemberLost(victim.name, "its process ended"), victim)
 
     @rule(data=st.data())
-    def exit_when_done(self, data: st.DataObject) -> None:
+    def finished_member_exits(self, data: st.DataObject) -> None:
         model = self._pick(data, lambda m: m.alive and m.done and not m.outbox)
         if model is not None:
             model.alive = model.connected = False
@@ -169,42 +167,42 @@ class Membership(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
-    def leave_the_loop(self, data: st.DataObject) -> None:
-        """The script of one member breaks out of its loop; the others go on without it."""
-        model = self._pick(data, lambda m: m.works and not m.done and not m.leaving and self._is_whole(m))
+    def member_leaves_the_loop(self, data: st.DataObject) -> None:
+        """Let the script of one member break out of its loop; the others continue without it."""
+        model = self._pick(data, lambda m: m.works and not m.done and not m.leaving and self._is_in_complete_world(m))
         if model is not None and data.draw(st.integers(0, 3)) == 0:
             model.done = model.early = True
-            model.say(ev.MemberDone(model.name, model.step or 0, early=True))
+            model.send(ev.MemberDone(model.name, model.step or 0, early=True))
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
-    def hang(self, data: st.DataObject) -> None:
+    def member_hangs(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works)
         if victim is not None:
             victim.hung = True
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
-    def wake_up(self, data: st.DataObject) -> None:
+    def member_wakes_up(self, data: st.DataObject) -> None:
         sleeper = self._pick(data, lambda m: m.alive and m.hung)
         if sleeper is not None:
             sleeper.hung = False
-            self._go_on_connecting(sleeper)
+            self._resume_connecting(sleeper)
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
-    def lose_the_line(self, data: st.DataObject) -> None:
+    def connection_is_lost(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works and m.connected)
         if victim is not None:
             self._cut(victim)
             self._feed(ev.MemberDisconnected(victim.name), victim)
 
     @rule(data=st.data())
-    def give_notice(self, data: st.DataObject) -> None:
+    def member_gets_notice(self, data: st.DataObject) -> None:
         victim = self._pick(data, lambda m: m.works and not m.leaving and not m.done)
-        if victim is not None and (self.state.settings.replaces_members or self._others_can_go_on(victim)):
+        if victim is not None and (self.state.settings.replaces_members or self._others_can_continue(victim)):
             victim.leaving = True
-            victim.say(ev.NoticeReceived(victim.name, 30.0, "notice"))
+            victim.send(ev.NoticeReceived(victim.name, 30.0, "notice"))
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 1.5, 4.0]))
     def time_passes(self, seconds: float) -> None:
@@ -212,9 +210,9 @@ class Membership(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
-    def train(self, data: st.DataObject) -> None:
-        """A step of a world that is whole; sometimes one member dies in it, and only some commit."""
-        world = self._whole()
+    def world_trains_a_step(self, data: st.DataObject) -> None:
+        """Train one step of a complete world; sometimes a member dies in it, and only some others commit."""
+        world = self._complete_world()
         if world is None:
             return
         seats = [self.models[s.member] for s in world.seats]
@@ -234,8 +232,8 @@ class Membership(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
-    def notice_a_broken_ring(self, data: st.DataObject) -> None:
-        model = self._pick(data, lambda m: m.works and m.world is not None and not m.broken and self._ring_gone(m))
+    def member_detects_a_broken_ring(self, data: st.DataObject) -> None:
+        model = self._pick(data, lambda m: m.works and m.world is not None and not m.broken and self._ring_is_broken(m))
         if model is not None:
             assert model.world is not None
             suspects = tuple(s.member for s in model.world.seats if not self.models[s.member].alive)
@@ -250,47 +248,47 @@ class Membership(RuleBasedStateMachine):
 
     @precondition(lambda self: self.down)
     @rule()
-    def coordinator_comes_back(self) -> None:
-        self._come_back()
+    def coordinator_restarts(self) -> None:
+        self._restart_coordinator()
 
     # --- what must hold
 
     @invariant()
-    def one_world_at_most_is_whole(self) -> None:
+    def at_most_one_world_is_complete(self) -> None:
         if hasattr(self, "models"):
-            whole = {m.world.number for m in self.models.values() if self._is_whole(m)}
-            assert len(whole) <= 1, whole
+            complete = {m.world.number for m in self.models.values() if self._is_in_complete_world(m)}
+            assert len(complete) <= 1, complete
 
     @invariant()
-    def members_of_a_whole_world_are_at_the_same_step(self) -> None:
-        world = self._whole() if hasattr(self, "models") else None
+    def members_of_a_complete_world_are_at_the_same_step(self) -> None:
+        world = self._complete_world() if hasattr(self, "models") else None
         if world is not None:
             assert len({self.models[s.member].step for s in world.seats}) == 1
 
     @invariant()
-    def the_world_is_never_too_large(self) -> None:
+    def world_is_never_too_large(self) -> None:
         if hasattr(self, "state") and self.state.world is not None:
             assert self.state.world.size <= SETTINGS.max_members + 1
 
     def teardown(self) -> None:
-        """When the faults end, those who are alive train on, all that fit in."""
+        """Check that once the faults end, all living members that fit into the world train."""
         if not hasattr(self, "models"):
             return
         if self.down:
-            self._come_back()
+            self._restart_coordinator()
         for model in self.models.values():
             model.hung = False
         for model in self.models.values():
-            self._go_on_connecting(model)
+            self._resume_connecting(model)
         for _ in range(60):
-            self._settle()
+            self._let_settle()
         training = [m for m in self.models.values() if m.alive and not m.done]
         if self.ended:
             assert self.state.finished, (self.state.reason, self.state)
         if training and self.state.stopping is None and self.total < FOR_EVER:
             assert self.state.finished, (self.state.reason, self.state)
         elif training and self.state.stopping is None:
-            world = self._whole()
+            world = self._complete_world()
             assert world is not None, (self.state.reason, self.state)
             assert world.size == min(len(training), SETTINGS.max_members), (self.state.reason, self.state)
             assert (self.models[world.seats[0].member].step or 0) >= self.committed - 1
@@ -304,44 +302,42 @@ class Membership(RuleBasedStateMachine):
 
     # --- the model's machinery
 
-    def _settle(self) -> None:
+    def _let_settle(self) -> None:
         for model in list(self.models.values()):
             if model.alive and not model.connected:
                 model.connected = True
                 model.inbox.clear()
                 model.hello()
-            if model.works and self._ring_gone(model):
+            if model.works and self._ring_is_broken(model):
                 model.break_world()
             if model.works and model.leaving and (model.world is None or model.broken):
                 self._depart(model)
         self._deliver_all()
-        world = self._whole()
+        world = self._complete_world()
         if world is not None:
             self._step(world, [self.models[s.member] for s in world.seats])
         self._pass_time(0.3)
 
     def _deliver_all(self) -> None:
         for _ in range(400):
-            lines = [
-                (m, way) for m in self.models.values() for way in ("regrouping", "in") if self._can_deliver(m, way)
-            ]
+            lines = [(m, way) for m in self.models.values() for way in ("out", "in") if self._can_deliver(m, way)]
             if not lines:
                 break
             self._deliver(*lines[0])
 
-    def _others_can_go_on(self, leaver: Model) -> bool:
+    def _others_can_continue(self, leaver: Model) -> bool:
         return any(m.works and not m.leaving and m is not leaver for m in self.models.values())
 
     def _pick(self, data: st.DataObject, wanted: Any) -> Model | None:
-        found = [m for m in self.models.values() if wanted(m)]
-        return data.draw(st.sampled_from(found)) if found else None
+        candidates = [m for m in self.models.values() if wanted(m)]
+        return data.draw(st.sampled_from(candidates)) if candidates else None
 
     def _cut(self, model: Model) -> None:
         model.connected = False
         model.inbox.clear()
         model.outbox.clear()
 
-    def _come_back(self) -> None:
+    def _restart_coordinator(self) -> None:
         self.down = False
         self._decide(ev.CoordinatorRestarted())
         for model in self.models.values():
@@ -372,15 +368,15 @@ class Membership(RuleBasedStateMachine):
     def _can_deliver(self, model: Model, way: str) -> bool:
         if self.down:
             return False
-        return bool(model.outbox) if way == "regrouping" else bool(model.inbox) and model.works
+        return bool(model.outbox) if way == "out" else bool(model.inbox) and model.works
 
     def _deliver(self, model: Model, way: str) -> None:
         if way == "in":
-            self._hear(model, model.inbox.popleft())
+            self._receive(model, model.inbox.popleft())
             return
         event = model.outbox.popleft()
-        known = self.state.members.get(model.name)
-        if not isinstance(event, ev.MemberConnected) and (known is None or known.incarnation != model.incarnation):
+        member = self.state.members.get(model.name)
+        if not isinstance(event, ev.MemberConnected) and (member is None or member.incarnation != model.incarnation):
             if not isinstance(event, ev.MemberLeft):
                 model.inbox.append(ev.EvictMember(model.name, "unknown"))
             return
@@ -391,14 +387,14 @@ class Membership(RuleBasedStateMachine):
         if isinstance(event, ev.MemberConnected):
             self._heartbeats = getattr(self, "_heartbeats", {}) | {event.member: LastHeartbeat(self.now)}
         before = self.state
-        offered = before.proposal
-        known_world = offered is not None and offered.number == getattr(event, "world", None)
+        proposal = before.proposal
+        was_proposed = proposal is not None and proposal.number == getattr(event, "world", None)
         self.state, instructions = decide(before, event, self.now)
-        self._note_the_end(event)
+        self._note_end(event)
         self._check_sources(instructions)
-        if isinstance(event, ev.MemberLeft) and event.world is not None and known_world:
+        if isinstance(event, ev.MemberLeft) and event.world is not None and was_proposed:
             assert not any(isinstance(i, ev.DissolveWorld) for i in instructions), (
-                "a member that handed over broke a world"
+                "a member that left cleanly broke a world"
             )
         for instruction in instructions:
             names = getattr(instruction, "to", None) or [getattr(instruction, "member", "")]
@@ -412,19 +408,19 @@ class Membership(RuleBasedStateMachine):
                 ):
                     model.inbox.append(instruction)
 
-    def _note_the_end(self, event: Any) -> None:
-        """Once a member has reported the last step, the run only has to end."""
-        known = self.state.members.get(getattr(event, "member", ""))
-        if isinstance(event, ev.MemberConnected) and known is not None and known.incarnation == event.incarnation:
+    def _note_end(self, event: Any) -> None:
+        """Record that a member has reported the last step: from then on the run only has to end."""
+        member = self.state.members.get(getattr(event, "member", ""))
+        if isinstance(event, ev.MemberConnected) and member is not None and member.incarnation == event.incarnation:
             self.ended |= event.done and not event.early
         elif isinstance(event, ev.MemberDone):
             self.ended |= not event.early
 
     def _check_sources(self, instructions: tuple[Any, ...]) -> None:
-        """A member without the state receives it from one that holds it."""
+        """Check that a member without the state receives it from one that holds it."""
         for instruction in instructions:
             if isinstance(instruction, ev.RestoreCheckpoint):
-                assert not self.ended, "the end is trained again"
+                assert not self.ended, "the last steps are trained again"
             if isinstance(instruction, ev.FormWorld) and not instruction.world.fresh:
                 seats = [s for rank, s in enumerate(instruction.world.seats) if rank not in instruction.world.sources]
                 have = [s.member for s in seats if self.state.members[s.member].step is not None]
@@ -435,63 +431,63 @@ class Membership(RuleBasedStateMachine):
                 seated = [world.rank_of(seat.member) is not None for seat in instruction.world.seats]
                 assert any(seated), "no member sends the state"
 
-    def _hear(self, model: Model, told: Any) -> None:
-        if isinstance(told, ev.FormWorld):
-            self._on_form(model, told.world)
-        elif isinstance(told, ev.ProposeWorld):
-            self._on_prepare(model, told)
-        elif isinstance(told, ev.DissolveWorld):
-            model.over_up_to = max(model.over_up_to, told.number)
-            if model.formed is not None and model.formed.number <= told.number:
+    def _receive(self, model: Model, instruction: Any) -> None:
+        if isinstance(instruction, ev.FormWorld):
+            self._on_form(model, instruction.world)
+        elif isinstance(instruction, ev.ProposeWorld):
+            self._on_prepare(model, instruction)
+        elif isinstance(instruction, ev.DissolveWorld):
+            model.over_up_to = max(model.over_up_to, instruction.number)
+            if model.formed is not None and model.formed.number <= instruction.number:
                 model.formed = None
-            if model.prepared is not None and model.prepared.number <= told.number:
+            if model.prepared is not None and model.prepared.number <= instruction.number:
                 model.prepared = None
-            if model.world is not None and model.world.number <= told.number:
+            if model.world is not None and model.world.number <= instruction.number:
                 if model.broken:
-                    model.say(ev.WorldBroken(model.name, model.world.number, model.step))
+                    model.send(ev.WorldBroken(model.name, model.world.number, model.step))
                 else:
-                    model.break_world(told=True)
+                    model.break_world(dissolved=True)
             elif model.world is None:
-                model.say(ev.MemberReady(model.name, "f", model.step))
-        elif isinstance(told, ev.EvictMember):
-            model.break_world(answer=False, told=True)
-            # What it was about to enter is given up, too: see Worlds._on_expelled.
+                model.send(ev.MemberReady(model.name, "f", model.step))
+        elif isinstance(instruction, ev.EvictMember):
+            model.break_world(answer=False, dissolved=True)
+            # The world that it was about to enter is given up too, as a real session does when it is evicted.
             model.world, model.formed, model.broken = None, None, False
             model.hello()
-        elif isinstance(told, ev.RestoreCheckpoint):
+        elif isinstance(instruction, ev.RestoreCheckpoint):
             model.step = self.checkpoint
-            model.say(ev.MemberReady(model.name, "f", model.step, restored=True))
+            model.send(ev.MemberReady(model.name, "f", model.step, restored=True))
             if self.checkpoint is None:
                 self.committed = 0
-        elif isinstance(told, ev.AnnounceFinished):
-            assert told.step == self.total or any(m.early for m in self.models.values())
+        elif isinstance(instruction, ev.AnnounceFinished):
+            assert instruction.step == self.total or any(m.early for m in self.models.values())
             if not model.done:
                 model.alive = model.connected = False
 
     def _on_form(self, model: Model, world: World) -> None:
         current = model.world.number if model.world else 0
-        if world.number <= max(current, self._number_of_ours(model) or 0, model.over_up_to):
+        if world.number <= max(current, self._current_number(model) or 0, model.over_up_to):
             return
         model.break_world()
         model.formed, model.joins_after, model.prepared = world, None, None
         self._try_enter(world)
 
-    def _on_prepare(self, model: Model, told: ev.ProposeWorld) -> None:
-        ours = self._number_of_ours(model)
-        if told.world.number <= model.over_up_to or ours not in (None, told.after):
+    def _on_prepare(self, model: Model, instruction: ev.ProposeWorld) -> None:
+        current = self._current_number(model)
+        if instruction.world.number <= model.over_up_to or current not in (None, instruction.after):
             return
-        if ours is not None:
-            model.prepared = told.world
-        elif told.world.rank_of(model.name) is not None:
-            model.formed, model.joins_after = told.world, told.after
+        if current is not None:
+            model.prepared = instruction.world
+        elif instruction.world.rank_of(model.name) is not None:
+            model.formed, model.joins_after = instruction.world, instruction.after
 
-    def _number_of_ours(self, model: Model) -> int | None:
+    def _current_number(self, model: Model) -> int | None:
         if model.world is not None and not model.broken:
             return model.world.number
         return model.formed.number if model.formed is not None and model.joins_after is None else None
 
     def _try_enter(self, world: World) -> None:
-        """A formed world is entered when all of its members have connected; the needy then receive the state."""
+        """Enter a formed world once all of its members have connected; those without the state receive it."""
         seats = [self.models[s.member] for s in world.seats]
         if not all(m.works and m.formed == world for m in seats):
             return
@@ -502,20 +498,20 @@ class Membership(RuleBasedStateMachine):
             elif source is not None:
                 model.step = seats[source].step
             model.world, model.formed, model.broken = world, None, False
-        self._be_done(seats)
+        self._report_done(seats)
 
-    def _be_done(self, models: list[Model]) -> None:
-        """A member that has done the last step reports it and no longer trains."""
+    def _report_done(self, models: list[Model]) -> None:
+        """Let members that have done the last step report it and stop training."""
         for model in models:
             if model.alive and model.step == self.total and not model.done:
                 model.done = True
-                model.say(ev.MemberDone(model.name, self.total))
+                model.send(ev.MemberDone(model.name, self.total))
 
-    def _go_on_connecting(self, model: Model) -> None:
+    def _resume_connecting(self, model: Model) -> None:
         if model.formed is not None and model.joins_after is None:
             self._try_enter(model.formed)
 
-    def _is_whole(self, model: Model) -> bool:
+    def _is_in_complete_world(self, model: Model) -> bool:
         world = model.world
         if world is None or model.broken or not model.works:
             return False
@@ -528,10 +524,10 @@ class Membership(RuleBasedStateMachine):
             for s in world.seats
         )
 
-    def _whole(self) -> World | None:
-        return next((m.world for m in self.models.values() if self._is_whole(m)), None)
+    def _complete_world(self) -> World | None:
+        return next((m.world for m in self.models.values() if self._is_in_complete_world(m)), None)
 
-    def _ring_gone(self, model: Model) -> bool:
+    def _ring_is_broken(self, model: Model) -> bool:
         world = model.world
         if world is None or model.broken or model.done:
             return False
@@ -557,35 +553,35 @@ class Membership(RuleBasedStateMachine):
             model.step = (model.step or 0) + 1
         self.committed = max([self.committed, *((m.step or 0) for m in committing)])
         if target is None:
-            self._be_done(committing)
+            self._report_done(committing)
             return
         step = committing[0].step if committing else None
         for model in committing:
             model.prepared = None
             if target.rank_of(model.name) is not None:
                 model.world = target
-                model.say(ev.WorldEntered(model.name, target.number, model.step or 0))
+                model.send(ev.WorldEntered(model.name, target.number, model.step or 0))
             else:
                 self._depart(model, target.number)
         for rank in target.sources:
             joiner = self.models[target.seats[rank].member]
             if joiner.formed == target and joiner.works and step is not None:
                 joiner.world, joiner.formed, joiner.broken, joiner.step = target, None, False, step
-                joiner.say(ev.WorldEntered(joiner.name, target.number, step))
-        self._be_done([self.models[s.member] for s in target.seats] + committing)
+                joiner.send(ev.WorldEntered(joiner.name, target.number, step))
+        self._report_done([self.models[s.member] for s in target.seats] + committing)
 
     def _connected(self, target: World, seats: list[Model]) -> bool:
-        """Whether the ring of the proposed world stands: all of its members are there and have heard of it."""
+        """Return whether all members of the proposed world work and know of it, so that its ring is connected."""
         for seat in target.seats:
             model = self.models[seat.member]
-            heard = model.formed == target or (model in seats and model.prepared == target)
-            if not model.works or not heard:
+            knows = model.formed == target or (model in seats and model.prepared == target)
+            if not model.works or not knows:
                 return False
         return True
 
     def _depart(self, model: Model, number: int | None = None) -> None:
         if model.leaving:
-            model.say(ev.MemberLeft(model.name, model.step, number))
+            model.send(ev.MemberLeft(model.name, model.step, number))
             model.alive = False
         else:
             model.world, model.step, model.broken = None, None, False

@@ -1,7 +1,7 @@
-"""Servers come, die, hang and wake up, and news arrives late: what was ever acknowledged is never lost with one server.
+"""Servers join, die, hang and wake up, and messages arrive late: losing one server never loses an acknowledged write.
 
 The servers here do what `shoal.worker.parameter_server.server` does, without sockets: a primary acknowledges a write
-only when its backup has taken it in, or when it has heard of a placement without that backup.
+only when its backup has accepted it, or when it has received a placement without that backup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.core.parameter_server import decide as sv
 from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Address
 
-HERE = Address("h", 1)
+ADDRESS = Address("h", 1)
 NAMES = st.sampled_from(["s0", "s1", "s2"])
 
 
@@ -30,253 +30,257 @@ class Server:
 
     name: str
     incarnation: str
-    known: Placement | None = None
+    placement: Placement | None = None
     parts: dict[int, list[int]] = field(default_factory=dict)
-    resting: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
     copies: dict[int, dict[str, int]] = field(default_factory=dict)
-    stuck: dict[int, tuple[int, str, int]] = field(default_factory=dict)
+    unacknowledged: dict[int, tuple[int, str, int]] = field(default_factory=dict)
     inbox: deque[Any] = field(default_factory=deque)
-    expelled: bool = False
+    evicted: bool = False
 
-    def holding(self, part: int) -> PartAssignment | None:
-        return self.known.assignments[part] if self.known is not None and part < len(self.known.assignments) else None
+    def assignment(self, part: int) -> PartAssignment | None:
+        return (
+            self.placement.assignments[part]
+            if self.placement is not None and part < len(self.placement.assignments)
+            else None
+        )
 
     def leads(self, part: int) -> bool:
-        holding = self.holding(part)
-        return holding is not None and holding.primary == self.name and part in self.parts
+        assignment = self.assignment(part)
+        return assignment is not None and assignment.primary == self.name and part in self.parts
 
 
 class Placements(RuleBasedStateMachine):
     @initialize(servers=st.integers(1, 3))
     def start(self, servers: int) -> None:
         self.state = MembershipState(MembershipSettings(servers=servers, regroup_s=0.0))
-        self.live: dict[str, Server] = {}
+        self.alive: dict[str, Server] = {}
         self.now = 1000.0
         self.count = 0
         self.acked: dict[tuple[int, int], set[int]] = {}
         self.outbox: list[ev.Event] = []
-        self.tell(ev.MemberConnected("t", "t", HERE))
-        self.tell(ev.MemberReady("t", "m", None))
+        self.decide(ev.MemberConnected("t", "t", ADDRESS))
+        self.decide(ev.MemberReady("t", "m", None))
 
     # --- the coordinator
 
-    def tell(self, event: ev.Event) -> None:
+    def decide(self, event: ev.Event) -> None:
         self.state, instructions = sv.decide(self.state, event, self.now)
         self.carry_out(instructions)
 
     def carry_out(self, instructions: tuple[ev.Instruction, ...]) -> None:
-        for one in instructions:
-            if isinstance(one, ev.PublishPlacement):
-                for name in one.to:
-                    if name in self.live and not self.live[name].expelled:
-                        self.live[name].inbox.append(one.placement)
-            elif isinstance(one, ev.RestoreCheckpoint):
+        for instruction in instructions:
+            if isinstance(instruction, ev.PublishPlacement):
+                for name in instruction.to:
+                    if name in self.alive and not self.alive[name].evicted:
+                        self.alive[name].inbox.append(instruction.placement)
+            elif isinstance(instruction, ev.RestoreCheckpoint):
                 # There is no checkpoint here: training starts over.
-                self.outbox.append(ev.MemberReady(one.member, "m", None, restored=True))
+                self.outbox.append(ev.MemberReady(instruction.member, "m", None, restored=True))
 
     @rule()
-    def hear(self) -> None:
+    def coordinator_receives_a_message(self) -> None:
         if self.outbox:
             event = self.outbox.pop(0)
             if getattr(event, "member", "") in self.state.members:
-                self.tell(event)
+                self.decide(event)
 
     @rule(name=NAMES)
-    def come(self, name: str) -> None:
-        if name not in self.live:
+    def server_joins(self, name: str) -> None:
+        if name not in self.alive:
             self.count += 1
-            self.live[name] = Server(name, str(self.count))
-            self.tell(ev.MemberConnected(name, str(self.count), HERE, role="server"))
-            self.tell(ev.MemberReady(name, "m", None))
+            self.alive[name] = Server(name, str(self.count))
+            self.decide(ev.MemberConnected(name, str(self.count), ADDRESS, role="server"))
+            self.decide(ev.MemberReady(name, "m", None))
 
     @rule(name=NAMES)
-    def die(self, name: str) -> None:
-        if self.live.pop(name, None) is not None:
-            self.tell(ev.MemberLost(name, "killed"))
+    def server_dies(self, name: str) -> None:
+        if self.alive.pop(name, None) is not None:
+            self.decide(ev.MemberLost(name, "killed"))
 
     @rule(name=NAMES)
-    def hang(self, name: str) -> None:
-        """Its lease runs out, but it lives on with what it knew."""
-        server = self.live.get(name)
-        if server is not None and not server.expelled:
-            server.expelled = True
+    def server_hangs(self, name: str) -> None:
+        """Let the lease of a server expire while the process continues with its last placement."""
+        server = self.alive.get(name)
+        if server is not None and not server.evicted:
+            server.evicted = True
             server.inbox.clear()
-            self.tell(ev.MemberLost(name, "silent"))
+            self.decide(ev.MemberLost(name, "silent"))
 
     @rule(name=NAMES)
-    def wake(self, name: str) -> None:
-        server = self.live.get(name)
-        if server is not None and server.expelled:
-            self.live[name] = Server(name, server.incarnation)
-            self.tell(ev.MemberConnected(name, server.incarnation, HERE, role="server"))
-            self.tell(ev.MemberReady(name, "m", None))
+    def server_wakes_up(self, name: str) -> None:
+        server = self.alive.get(name)
+        if server is not None and server.evicted:
+            self.alive[name] = Server(name, server.incarnation)
+            self.decide(ev.MemberConnected(name, server.incarnation, ADDRESS, role="server"))
+            self.decide(ev.MemberReady(name, "m", None))
 
     @rule(name=NAMES)
-    def leave(self, name: str) -> None:
-        if name in self.live and name in self.state.members:
-            self.tell(ev.NoticeReceived(name, 30.0, "spot"))
+    def server_gets_notice(self, name: str) -> None:
+        if name in self.alive and name in self.state.members:
+            self.decide(ev.NoticeReceived(name, 30.0, "spot"))
 
     @rule()
-    def later(self) -> None:
+    def time_passes(self) -> None:
         self.now += 1.0
-        self.tell(ev.TimerFired("regroup"))
+        self.decide(ev.TimerFired("regroup"))
 
     # --- the servers
 
     @rule(name=NAMES)
-    def adopt(self, name: str) -> None:
-        server = self.live.get(name)
+    def server_receives_a_placement(self, name: str) -> None:
+        server = self.alive.get(name)
         if server is None or not server.inbox:
             return
         placement = server.inbox.popleft()
-        if server.known is not None and server.known.number >= placement.number:
+        if server.placement is not None and server.placement.number >= placement.number:
             return
-        before, server.known = server.known, placement
+        before, server.placement = server.placement, placement
         if before is not None and before.generation != placement.generation:
             server.parts.clear()
-            server.stuck.clear()
+            server.unacknowledged.clear()
             server.copies.clear()
-        mine = placement.held_by(name)
-        if before is not None and not mine:
+        own_parts = placement.held_by(name)
+        if before is not None and not own_parts:
             leaving = name in self.state.members and self.state.members[name].leaving
             if leaving:
-                del self.live[name]
-                self.tell(ev.MemberLeft(name, None))
+                del self.alive[name]
+                self.decide(ev.MemberLeft(name, None))
                 return
-        for part in [p for p in server.parts if p not in mine]:
+        for part in [p for p in server.parts if p not in own_parts]:
             del server.parts[part]
-            server.stuck.pop(part, None)
-        for part in mine:
-            self._hold(server, part, placement)
+            server.unacknowledged.pop(part, None)
+        for part in own_parts:
+            self._apply_assignment(server, part, placement)
 
-    def _hold(self, server: Server, part: int, placement: Placement) -> None:
-        holding = placement.assignments[part]
-        if holding.primary != server.name:
-            server.stuck.pop(part, None)
+    def _apply_assignment(self, server: Server, part: int, placement: Placement) -> None:
+        assignment = placement.assignments[part]
+        if assignment.primary != server.name:
+            server.unacknowledged.pop(part, None)
             server.copies.pop(part, None)
             return
         server.parts.setdefault(part, [])
         copies = server.copies.setdefault(part, {})
         for copy, since in list(copies.items()):
-            if not (copy == holding.backup or (copy == holding.learner and since == holding.since)):
+            if not (copy == assignment.backup or (copy == assignment.learner and since == assignment.since)):
                 del copies[copy]
-        if holding.backup:
-            copies.setdefault(holding.backup, holding.since)
-        if part in server.stuck:
-            write, copy, since = server.stuck[part]
-            if not (copy == holding.backup or (copy == holding.learner and since == holding.since)):
-                del server.stuck[part]
+        if assignment.backup:
+            copies.setdefault(assignment.backup, assignment.since)
+        if part in server.unacknowledged:
+            write, copy, since = server.unacknowledged[part]
+            if not (copy == assignment.backup or (copy == assignment.learner and since == assignment.since)):
+                del server.unacknowledged[part]
                 self.acked.setdefault((placement.generation, part), set()).add(write)
-        if not holding.handing_off:
-            server.resting.discard(part)
+        if not assignment.handing_off:
+            server.released.discard(part)
 
-    def _takes_in(self, primary: Server, name: str, part: int) -> bool:
-        """Whether a copy accepts an entry of this primary."""
-        other = self.live.get(name)
-        if other is None or other.known is None or primary.known is None:
+    def _accepts(self, primary: Server, name: str, part: int) -> bool:
+        """Return whether a copy accepts an update of this primary."""
+        other = self.alive.get(name)
+        if other is None or other.placement is None or primary.placement is None:
             return False
-        holding = other.holding(part)
-        if other.known.number < primary.known.number or holding is None:
+        assignment = other.assignment(part)
+        if other.placement.number < primary.placement.number or assignment is None:
             return False
-        keeps = other.known.generation == primary.known.generation and holding.primary == primary.name
-        return keeps and name in (holding.backup, holding.learner) and part in other.parts
+        same_primary = other.placement.generation == primary.placement.generation and assignment.primary == primary.name
+        return same_primary and name in (assignment.backup, assignment.learner) and part in other.parts
 
     @rule(name=NAMES, part=st.integers(0, 3))
-    def write(self, name: str, part: int) -> None:
-        server = self.live.get(name)
-        if server is None or not server.leads(part) or part in server.stuck or part in server.resting:
+    def primary_writes(self, name: str, part: int) -> None:
+        server = self.alive.get(name)
+        if server is None or not server.leads(part) or part in server.unacknowledged or part in server.released:
             return
-        assert server.known is not None
+        assert server.placement is not None
         self.count += 1
         refused = ""
         for copy in server.copies.get(part, {}):
             held = server.parts[part]
-            if self._takes_in(server, copy, part) and self.live[copy].parts[part] == held:
-                self.live[copy].parts[part] = [*held, self.count]
+            if self._accepts(server, copy, part) and self.alive[copy].parts[part] == held:
+                self.alive[copy].parts[part] = [*held, self.count]
             else:
                 refused = copy
         server.parts[part] = [*server.parts[part], self.count]
         if not refused:
-            self.acked.setdefault((server.known.generation, part), set()).add(self.count)
+            self.acked.setdefault((server.placement.generation, part), set()).add(self.count)
         else:
-            server.stuck[part] = (self.count, refused, server.copies[part][refused])
-            if not server.expelled:
-                self.outbox.append(ev.ServerUnreachable(name, refused, server.known.number, "refused"))
+            server.unacknowledged[part] = (self.count, refused, server.copies[part][refused])
+            if not server.evicted:
+                self.outbox.append(ev.ServerUnreachable(name, refused, server.placement.number, "refused"))
 
-    @precondition(lambda self: any(s.stuck for s in self.live.values()))
+    @precondition(lambda self: any(s.unacknowledged for s in self.alive.values()))
     @rule(name=NAMES)
-    def insist(self, name: str) -> None:
-        server = self.live.get(name)
-        if server is not None and server.known is not None and not server.expelled:
-            for _, copy, _ in server.stuck.values():
-                self.outbox.append(ev.ServerUnreachable(name, copy, server.known.number, "refused"))
+    def primary_reports_again(self, name: str) -> None:
+        server = self.alive.get(name)
+        if server is not None and server.placement is not None and not server.evicted:
+            for _, copy, _ in server.unacknowledged.values():
+                self.outbox.append(ev.ServerUnreachable(name, copy, server.placement.number, "refused"))
 
     @rule(name=NAMES, part=st.integers(0, 3))
-    def copy(self, name: str, part: int) -> None:
-        """Give the learner all, under the part's lock."""
-        server = self.live.get(name)
-        if server is None or not server.leads(part) or part in server.stuck or server.known is None:
+    def primary_copies_a_part(self, name: str, part: int) -> None:
+        """Send the whole part to the learner, under the part's lock."""
+        server = self.alive.get(name)
+        if server is None or not server.leads(part) or part in server.unacknowledged or server.placement is None:
             return
-        holding = server.known.assignments[part]
-        learner = self.live.get(holding.learner)
-        if not holding.learner or learner is None or learner.known is None:
+        assignment = server.placement.assignments[part]
+        learner = self.alive.get(assignment.learner)
+        if not assignment.learner or learner is None or learner.placement is None:
             return
-        theirs = learner.holding(part)
+        other = learner.assignment(part)
         if (
-            learner.known.number < server.known.number
-            or theirs is None
-            or learner.known.generation != server.known.generation
+            learner.placement.number < server.placement.number
+            or other is None
+            or learner.placement.generation != server.placement.generation
         ):
             return
-        if theirs.primary != name or learner.name not in (theirs.backup, theirs.learner):
+        if other.primary != name or learner.name not in (other.backup, other.learner):
             return
         learner.parts[part] = list(server.parts[part])
-        server.copies.setdefault(part, {})[learner.name] = holding.since
-        if not server.expelled:
-            self.outbox.append(ev.PartCopied(name, part, learner.name, holding.since))
+        server.copies.setdefault(part, {})[learner.name] = assignment.since
+        if not server.evicted:
+            self.outbox.append(ev.PartCopied(name, part, learner.name, assignment.since))
 
     @rule(name=NAMES, part=st.integers(0, 3))
-    def rest(self, name: str, part: int) -> None:
-        server = self.live.get(name)
-        if server is None or not server.leads(part) or part in server.stuck or server.known is None:
+    def primary_releases_a_part(self, name: str, part: int) -> None:
+        server = self.alive.get(name)
+        if server is None or not server.leads(part) or part in server.unacknowledged or server.placement is None:
             return
-        if server.known.assignments[part].handing_off and not server.expelled:
-            server.resting.add(part)
-            self.outbox.append(ev.PartReleased(name, part, server.known.number))
+        if server.placement.assignments[part].handing_off and not server.evicted:
+            server.released.add(part)
+            self.outbox.append(ev.PartReleased(name, part, server.placement.number))
 
     @rule()
-    def all_hear_and_copy(self) -> None:
-        """Deliver all messages but those to the coordinator, which may wait."""
-        for name in sorted(self.live):
-            while name in self.live and self.live[name].inbox:
-                self.adopt(name)
-        for name in sorted(self.live):
+    def placements_arrive_and_parts_are_copied(self) -> None:
+        """Deliver all messages except those to the coordinator, which may wait."""
+        for name in sorted(self.alive):
+            while name in self.alive and self.alive[name].inbox:
+                self.server_receives_a_placement(name)
+        for name in sorted(self.alive):
             for part in range(4):
-                self.copy(name, part)
+                self.primary_copies_a_part(name, part)
 
-    # --- promises
+    # --- invariants
 
     @invariant()
-    def what_was_acknowledged_is_held(self) -> None:
+    def acknowledged_writes_are_kept(self) -> None:
         placement = getattr(self, "state", None) and self.state.placement
         if not placement:
             return
-        for part, holding in enumerate(placement.assignments):
+        for part, assignment in enumerate(placement.assignments):
             acked = self.acked.get((placement.generation, part), set())
-            for name in (holding.primary, holding.backup):
-                seat, server = placement.seat_of(name), self.live.get(name)
+            for name in (assignment.primary, assignment.backup):
+                seat, server = placement.seat_of(name), self.alive.get(name)
                 if not name or server is None or seat is None or server.incarnation != seat.incarnation:
                     continue
-                if not server.expelled:
+                if not server.evicted:
                     held = set(server.parts.get(part, []))
                     assert acked <= held, f"{name} lacks {acked - held} of part {part} in {placement}"
 
     @invariant()
-    def a_part_has_its_copies_on_different_servers(self) -> None:
+    def copies_of_a_part_are_on_different_servers(self) -> None:
         placement = getattr(self, "state", None) and self.state.placement
-        for holding in placement.assignments if placement else ():
-            assert len(set(holding.copies)) == len(holding.copies)
-            assert all(placement.seat_of(name) is not None for name in holding.copies)
+        for assignment in placement.assignments if placement else ():
+            assert len(set(assignment.copies)) == len(assignment.copies)
+            assert all(placement.seat_of(name) is not None for name in assignment.copies)
 
 
 TestPlacements = Placements.TestCase

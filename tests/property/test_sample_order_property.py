@@ -67,9 +67,9 @@ def test_cursor_advances_by_one_batch_or_to_the_next_epoch(order: SampleOrder) -
     cursors = [order.cursor(step) for step in range(order.total_steps + 1)]
     assert (cursors[0].epoch, cursors[0].index) == (0, 0) or order.total_steps == 0 or order.last == "drop"
     assert (cursors[-1].epoch, cursors[-1].index) == (order.epochs, 0)
-    for one, other in pairwise(cursors):
-        same_epoch = other.epoch == one.epoch and other.index == one.index + 1
-        assert same_epoch or (other.epoch > one.epoch and other.index == 0)
+    for before, after in pairwise(cursors):
+        same_epoch = after.epoch == before.epoch and after.index == before.index + 1
+        assert same_epoch or (after.epoch > before.epoch and after.index == 0)
 
 
 @given(changed_orders(), st.integers(0, 40), st.data())

@@ -1,4 +1,4 @@
-"""Whatever happens to a run with servers, the coordinator that reads its journal knows what the one before it knew."""
+"""A restarted coordinator rebuilds the same state of a run with servers from its journal, whatever happened before."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shoal.core.world import Address
 from shoal.store import journal
 from shoal.wire.api import RunSpec
 
-HERE = Address("h", 1)
+ADDRESS = Address("h", 1)
 
 
 class Served(RuleBasedStateMachine):
-    """Two agents, one of which offers three places, and processes that do as they are told."""
+    """A run with servers on one agent, whose processes start and stop as instructed."""
 
     @initialize(servers=st.integers(1, 3), trainers=st.integers(1, 3))
     def begin(self, servers: int, trainers: int) -> None:
@@ -30,11 +30,17 @@ class Served(RuleBasedStateMachine):
         self.entries: list[journal.JournalEntry] = []
         self.now = 1000.0
         self.alive: dict[str, str] = {}
-        self.wanted = servers
+        self.requested = servers
         self.on("", fe.CoordinatorStarted("s0"))
         spec = RunSpec("r", ("t.py",), "/", (1, trainers))
-        told = {"sync": "stale:2", "servers": servers, "restarts.user": 1, "restarts.infrastructure": 5, "lease_s": 3.0}
-        self.on("r", run_events.RunCreated(spec, told))
+        run_settings = {
+            "sync": "stale:2",
+            "servers": servers,
+            "restarts.user": 1,
+            "restarts.infrastructure": 5,
+            "lease_s": 3.0,
+        }
+        self.on("r", run_events.RunCreated(spec, run_settings))
         self.on("", fe.AgentConnected("a", None, "h"))
 
     def on(self, run: str, event: Any) -> None:
@@ -52,32 +58,33 @@ class Served(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), ready=st.booleans())
-    def connect(self, data: st.DataObject, ready: bool) -> None:
+    def member_connects(self, data: st.DataObject, ready: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.alive)))
         role = "server" if "server" in name else "trainer"
-        self.on("r", ev.MemberConnected(name, self.alive[name], HERE, role=role))
+        self.on("r", ev.MemberConnected(name, self.alive[name], ADDRESS, role=role))
         if ready:
             self.on("r", ev.MemberReady(name, "model", None))
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), cause=st.sampled_from(["infrastructure", "preempted", "user"]))
-    def exit(self, data: st.DataObject, cause: str) -> None:
+    def process_exits(self, data: st.DataObject, cause: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.alive)))
         self.on("r", fe.ProcessExited("r", name, self.alive.pop(name), cause))
 
     @precondition(lambda self: self.run.membership.placement is not None)
     @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
-        holdings = self.run.membership.placement.assignments
-        part = data.draw(st.integers(0, len(holdings) - 1))
-        if holdings[part].learner:
-            self.on("r", ev.PartCopied(holdings[part].primary, part, holdings[part].learner, holdings[part].since))
-        elif holdings[part].handing_off:
-            self.on("r", ev.PartReleased(holdings[part].primary, part, self.run.membership.placement.number))
+    def part_is_copied_or_released(self, data: st.DataObject) -> None:
+        assignments = self.run.membership.placement.assignments
+        part = data.draw(st.integers(0, len(assignments) - 1))
+        assignment = assignments[part]
+        if assignment.learner:
+            self.on("r", ev.PartCopied(assignment.primary, part, assignment.learner, assignment.since))
+        elif assignment.handing_off:
+            self.on("r", ev.PartReleased(assignment.primary, part, self.run.membership.placement.number))
 
     @precondition(lambda self: self.run.membership.members)
     @rule(data=st.data(), what=st.sampled_from(["notice", "silent", "cut", "done", "unreachable", "restored"]))
-    def report(self, data: st.DataObject, what: str) -> None:
+    def member_event_arrives(self, data: st.DataObject, what: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.run.membership.members)))
         kinds = {
             "notice": ev.NoticeReceived(name, 30.0, "spot"),
@@ -91,30 +98,30 @@ class Served(RuleBasedStateMachine):
             self.on("r", kinds[what])
 
     @rule(after_s=st.sampled_from([0.1, 5.0, 700.0]))
-    def wait(self, after_s: float) -> None:
+    def time_passes(self, after_s: float) -> None:
         self.now += after_s
         self.on("r", ev.TimerFired("regroup"))
 
     @rule()
-    def stop_and_resume(self) -> None:
+    def run_is_stopped_or_resumed(self) -> None:
         if self.run.has_ended:
             self.on("r", run_events.RunResumed(1, 2))
         else:
             self.on("r", run_events.UserStopRequested("enough", True, 5.0))
 
     @rule()
-    def restart(self) -> None:
-        again = CoordinatorState()
+    def coordinator_replays_its_journal(self) -> None:
+        replayed = CoordinatorState()
         for entry in self.entries:
-            apply(again, entry.run, journal.decode_event(entry, run_events.KINDS), entry.at)
-        assert again == self.state
+            apply(replayed, entry.run, journal.decode_event(entry, run_events.KINDS), entry.at)
+        assert replayed == self.state
 
     @invariant()
-    def as_many_servers_as_asked_for(self) -> None:
-        known = getattr(self, "runs", CoordinatorState()).fleet.processes.values()
-        # One that is being ended, such as by a stop just before the run is resumed, does not serve any more.
-        serving = [p for p in known if p.role == "server" and p.status != fl.ENDING]
-        assert len(serving) <= getattr(self, "wanted", 0)
+    def no_more_servers_run_than_requested(self) -> None:
+        processes = getattr(self, "state", CoordinatorState()).fleet.processes.values()
+        # A server that is being stopped, such as just before the run is resumed, no longer serves.
+        serving = [p for p in processes if p.role == "server" and p.status != fl.ENDING]
+        assert len(serving) <= getattr(self, "requested", 0)
 
 
 TestServed = Served.TestCase

@@ -1,9 +1,9 @@
-"""Trainers and servers come, go, die and finish in any order, and runs are stopped: all of it comes to an end.
+"""Trainers and servers join, leave, die and finish in any order, and runs are stopped: every run ends.
 
-What servers acknowledge is in `test_placement_machine`; here a part is where it was copied to. Members do what
-`shoal.worker.parameter_server.served_session`, `.pushing` and `.service` do: a trainer cannot end its ticket while a
-server is missing, and the last checkpoint takes all parts. Where it is calm, all is heard at once: few examples would
-otherwise get that far.
+`test_placement_machine` checks what servers acknowledge; here a copied part counts as held. Members behave like
+`served_session`, `server_client` and `server_main` of `shoal.worker.parameter_server`: a trainer cannot finish its
+ticket while a server is missing, and the last checkpoint contains all parts. In a calm example every message is
+delivered at once: few examples would otherwise get that far.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.core.parameter_server import decide as sv
 from shoal.core.placement import LEDGER, Placement
 from shoal.core.world import Address
 
-HERE = Address("h", 1)
+ADDRESS = Address("h", 1)
 TRAINERS, SERVERS = ("t0", "t1"), ("s0", "s1", "s2")
 NAMES = st.sampled_from([*TRAINERS, *SERVERS])
 
@@ -54,158 +54,158 @@ class ServedRun(RuleBasedStateMachine):
         self.now, self.count = 1000.0, 0
         self.state = self.first = MembershipState(MembershipSettings(1, 2, servers=servers, regroup_s=0.0))
         self.journal: list[tuple[ev.Event, float]] = []
-        self.live: dict[str, Model] = {}
+        self.alive: dict[str, Model] = {}
         self.checkpoint: int | None = None
-        self.over_in: int | None = None
-        self.left_behind = False
+        self.finished_in: int | None = None
+        self.checkpoint_expected = False
         for name in (*SERVERS[:servers], *TRAINERS) if begun or calm else ():
-            self._come(name)
+            self._join(name)
         if begun or calm:
-            self._settle()
+            self._let_settle()
 
     # --- what may happen
 
     @rule(name=NAMES)
-    def come(self, name: str) -> None:
-        if name not in self.live and self.state.stopping is None:
-            self._come(name)
+    def member_joins(self, name: str) -> None:
+        if name not in self.alive and self.state.stopping is None:
+            self._join(name)
 
     @rule(name=NAMES)
-    def die(self, name: str) -> None:
-        if self.live.pop(name, None) is not None and name in self.state.members:
-            self._tell(ev.MemberLost(name, "killed"))
+    def member_dies(self, name: str) -> None:
+        if self.alive.pop(name, None) is not None and name in self.state.members:
+            self._decide(ev.MemberLost(name, "killed"))
 
     @precondition(lambda self: not self.calm)
     @rule(name=NAMES)
-    def line_breaks(self, name: str) -> None:
-        model = self.live.get(name)
+    def connection_is_lost(self, name: str) -> None:
+        model = self.alive.get(name)
         if model is not None and model.connected:
             self._disconnect(model)
-            self._tell(ev.MemberDisconnected(name))
+            self._decide(ev.MemberDisconnected(name))
 
     @rule(name=NAMES)
-    def lease_runs_out(self, name: str) -> None:
+    def lease_expires(self, name: str) -> None:
         if name in self.state.members:
-            self._tell(ev.MemberLost(name, "silent"))
+            self._decide(ev.MemberLost(name, "silent"))
 
     @precondition(lambda self: not self.calm)
     @rule(name=NAMES)
-    def line_is_back(self, name: str) -> None:
-        model = self.live.get(name)
+    def member_reconnects(self, name: str) -> None:
+        model = self.alive.get(name)
         if model is not None and not model.connected:
             self._hello(model)
 
     @rule(name=NAMES)
-    def notice(self, name: str) -> None:
-        model = self.live.get(name)
+    def member_gets_notice(self, name: str) -> None:
+        model = self.alive.get(name)
         if model is not None and not model.leaving:
             model.leaving = True
-            self._say(model, ev.NoticeReceived(name, 30.0, "spot"))
+            self._send(model, ev.NoticeReceived(name, 30.0, "spot"))
 
     @rule(name=NAMES)
-    def time_is_up(self, name: str) -> None:
-        model = self.live.get(name)
+    def notice_expires(self, name: str) -> None:
+        model = self.alive.get(name)
         if model is not None and model.leaving and not model.done:
             self._write(model)
             self._leave(model)
 
     @rule(name=st.sampled_from(TRAINERS))
-    def last_ticket(self, name: str) -> None:
-        self._finish(self.live.get(name))
+    def trainer_finishes_the_last_ticket(self, name: str) -> None:
+        self._finish(self.alive.get(name))
 
-    @rule(name=st.sampled_from(TRAINERS), known=st.booleans())
-    def is_away_at_the_end(self, name: str, known: bool) -> None:
-        """Its last ticket is finished while its line is broken; it may be taken for lost meanwhile."""
-        model = self.live.get(name)
+    @rule(name=st.sampled_from(TRAINERS), declared_lost=st.booleans())
+    def trainer_finishes_while_disconnected(self, name: str, declared_lost: bool) -> None:
+        """Finish the last ticket of a trainer without a connection; the coordinator may declare it lost meanwhile."""
+        model = self.alive.get(name)
         if model is not None and model.connected and name in self.state.members:
             self._disconnect(model)
-            self._tell(ev.MemberDisconnected(name))
+            self._decide(ev.MemberDisconnected(name))
             self._finish(model)
-            if not known:
-                self._tell(ev.MemberLost(name, "silent"))
+            if declared_lost:
+                self._decide(ev.MemberLost(name, "silent"))
             self._hello(model)
 
     @rule(name=st.sampled_from(TRAINERS))
-    def break_out(self, name: str) -> None:
-        model = self.live.get(name)
+    def trainer_leaves_the_loop(self, name: str) -> None:
+        model = self.alive.get(name)
         if model is not None and model.placement is not None and not model.done:
             model.done = model.early = True
-            self._say(model, ev.MemberDone(name, 3, early=True))
+            self._send(model, ev.MemberDone(name, 3, early=True))
 
     @precondition(lambda self: not self.calm)
     @rule(name=NAMES, server=st.sampled_from(SERVERS))
-    def cannot_reach(self, name: str, server: str) -> None:
-        model = self.live.get(name)
+    def member_cannot_reach_a_server(self, name: str, server: str) -> None:
+        model = self.alive.get(name)
         if model is not None and model.placement is not None and model.placement.seat_of(server) is not None:
-            self._say(model, ev.ServerUnreachable(name, server, model.placement.number, "reset"))
+            self._send(model, ev.ServerUnreachable(name, server, model.placement.number, "reset"))
 
     @precondition(lambda self: not self.calm)
     @rule()
     def coordinator_restarts(self) -> None:
-        for model in self.live.values():
+        for model in self.alive.values():
             self._disconnect(model)
-        self._tell(ev.CoordinatorRestarted())
+        self._decide(ev.CoordinatorRestarted())
 
     @rule(name=NAMES)
-    def hear(self, name: str) -> None:
-        model = self.live.get(name)
+    def member_receives_its_messages(self, name: str) -> None:
+        model = self.alive.get(name)
         for _ in range(len(model.inbox) if model is not None else 0):
-            if model is not None and model.inbox and name in self.live:
-                self._hear(model, model.inbox.popleft())
+            if model is not None and model.inbox and name in self.alive:
+                self._receive(model, model.inbox.popleft())
 
     @rule(name=NAMES)
-    def work(self, name: str) -> None:
-        if name in self.live:
-            self._work(self.live[name])
+    def member_works(self, name: str) -> None:
+        if name in self.alive:
+            self._work(self.alive[name])
 
     @rule()
-    def all_is_heard_and_done(self) -> None:
-        self._settle()
+    def all_messages_arrive_and_all_members_work(self) -> None:
+        self._let_settle()
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.alive)
     @rule(checkpoint=st.booleans())
-    def stop(self, checkpoint: bool) -> None:
+    def run_is_stopped(self, checkpoint: bool) -> None:
         if self.state.stopping is None and not self.state.finished:
-            self._tell(ev.StopRequested("enough", checkpoint, 75))
+            self._decide(ev.StopRequested("enough", checkpoint, 75))
 
-    # --- promises
+    # --- invariants
 
     @invariant()
-    def when_calm_all_is_heard_at_once(self) -> None:
-        """No trainer finishes its ticket, so that others may leave before it does."""
+    def all_messages_arrive_at_once_in_a_calm_example(self) -> None:
+        """Deliver all messages, but let no trainer finish its ticket, so that others may leave before it does."""
         if not getattr(self, "calm", False):
             return
-        while any(model.inbox for model in self.live.values()):
-            for name in list(self.live):
-                self.hear(name)
-            for model in list(self.live.values()):
+        while any(model.inbox for model in self.alive.values()):
+            for name in list(self.alive):
+                self.member_receives_its_messages(name)
+            for model in list(self.alive.values()):
                 if model.serves and model.placement is not None:
                     self._serve(model, model.placement)
 
     def teardown(self) -> None:
-        if not hasattr(self, "live"):
+        if not hasattr(self, "alive"):
             return
-        for model in list(self.live.values()):
+        for model in list(self.alive.values()):
             if not model.connected:
                 self._hello(model)
-        self._settle()
-        for model in [m for m in self.live.values() if m.leaving and not m.done]:
-            self.time_is_up(model.name)
-        self._settle()
+        self._let_settle()
+        for model in [m for m in self.alive.values() if m.leaving and not m.done]:
+            self.notice_expires(model.name)
+        self._let_settle()
         if self.state.stopping is None and not self.state.finished:
             for name in (SERVERS[0], TRAINERS[0], TRAINERS[1]):
-                self.come(name)
-            self._settle()
+                self.member_joins(name)
+            self._let_settle()
             self._check_that_it_trains()
             for name in TRAINERS:
-                self._finish(self.live.get(name))
-            self._settle()
+                self._finish(self.alive.get(name))
+            self._let_settle()
             assert self.state.finished, self.state
         elif self.state.stopping is not None and not self.state.finished:
-            waiting = [m.name for m in self.live.values() if not m.done]
+            waiting = [m.name for m in self.alive.values() if not m.done]
             assert not waiting, f"{waiting} never stop: {self.state}"
-            if self.left_behind:
-                assert self.checkpoint is not None, f"nothing is left of the run: {self.state}"
+            if self.checkpoint_expected:
+                assert self.checkpoint is not None, f"no checkpoint of the run was written: {self.state}"
         self._replay()
 
     def _check_that_it_trains(self) -> None:
@@ -213,7 +213,7 @@ class ServedRun(RuleBasedStateMachine):
             return
         placement = self.state.placement
         assert placement is not None, self.state
-        for model in self.live.values():
+        for model in self.alive.values():
             if not model.done and (not model.serves or placement.held_by(model.name)):
                 assert self.state.members[model.name].status == TRAINING, (model, self.state)
                 assert model.placement == placement, (model, self.state)
@@ -226,7 +226,7 @@ class ServedRun(RuleBasedStateMachine):
 
     # --- the coordinator
 
-    def _tell(self, event: ev.Event) -> None:
+    def _decide(self, event: ev.Event) -> None:
         self.journal.append((event, self.now))
         before, (self.state, instructions) = self.state, sv.decide(self.state, event, self.now)
         if self.state.finished and not before.finished:
@@ -235,54 +235,55 @@ class ServedRun(RuleBasedStateMachine):
             self._check_loss(before.placement)
         if self.state.stopping is not None and before.stopping is None:
             self.checkpoint = None
-            self.left_behind = self.state.stopping.checkpoint and self.state.placement is not None
-        for one in instructions:
-            to = getattr(one, "to", None) or (getattr(one, "member", ""),)
+            self.checkpoint_expected = self.state.stopping.checkpoint and self.state.placement is not None
+        for instruction in instructions:
+            to = getattr(instruction, "to", None) or (getattr(instruction, "member", ""),)
             for name in to:
-                model = self.live.get(name)
-                if model is not None and model.connected and not isinstance(one, ev.MembershipNote | ev.GrantClaim):
-                    model.inbox.append(one)
+                model = self.alive.get(name)
+                delivered = not isinstance(instruction, ev.MembershipNote | ev.GrantClaim)
+                if model is not None and model.connected and delivered:
+                    model.inbox.append(instruction)
 
     def _check_end(self, event: ev.Event) -> None:
-        """A run is finished if a trainer has done its last step, or the last trainer has left its loop."""
-        left = isinstance(event, ev.MemberDone | ev.MemberConnected) and event.early
-        assert self.over_in is not None or left, f"finished by {event}"
+        """Check that a trainer has done its last step, or that the last trainer has left its loop."""
+        left_loop = isinstance(event, ev.MemberDone | ev.MemberConnected) and event.early
+        assert self.finished_in is not None or left_loop, f"finished by {event}"
 
     def _check_loss(self, before: Placement) -> None:
-        """The state is given up only if a part is lost with all that held it, or when it is in the last checkpoint."""
+        """Check that the state is given up only if all copies of a part are lost, or if the run stops."""
         seated = [s.member for s in before.servers if self._has(s.member, s.incarnation)]
         if core_placement.promote_backups(before.assignments, seated) is None:
-            self.left_behind = False
+            self.checkpoint_expected = False
         else:
             assert self.state.stopping is not None, "the state was given up although a server held all of it"
 
     def _has(self, name: str, incarnation: str) -> bool:
-        known = self.state.members.get(name)
-        return known is not None and known.incarnation == incarnation
+        member = self.state.members.get(name)
+        return member is not None and member.incarnation == incarnation
 
     # --- members
 
-    def _come(self, name: str) -> None:
+    def _join(self, name: str) -> None:
         self.count += 1
-        self.live[name] = Model(name, str(self.count))
-        self._hello(self.live[name])
+        self.alive[name] = Model(name, str(self.count))
+        self._hello(self.alive[name])
 
     def _hello(self, model: Model) -> None:
         model.connected = True
         role = "server" if model.serves else "trainer"
         step = 5 if model.done else None
         hello = ev.MemberConnected(
-            model.name, model.incarnation, HERE, None, step, done=model.done, role=role, early=model.early
+            model.name, model.incarnation, ADDRESS, None, step, done=model.done, role=role, early=model.early
         )
-        self._tell(hello)
-        self._say(model, ev.MemberReady(model.name, "m", step))
+        self._decide(hello)
+        self._send(model, ev.MemberReady(model.name, "m", step))
         if model.leaving:
-            self._say(model, ev.NoticeReceived(model.name, 30.0, "spot"))
+            self._send(model, ev.NoticeReceived(model.name, 30.0, "spot"))
 
-    def _say(self, model: Model, event: ev.Event) -> None:
-        if model.connected and model.name in self.live:
+    def _send(self, model: Model, event: ev.Event) -> None:
+        if model.connected and model.name in self.alive:
             if self._has(model.name, model.incarnation):
-                self._tell(event)
+                self._decide(event)
             elif not self.state.finished:
                 model.inbox.append(ev.EvictMember(model.name, "its lease ran out"))
 
@@ -290,19 +291,19 @@ class ServedRun(RuleBasedStateMachine):
         model.connected = False
         model.inbox.clear()
 
-    def _hear(self, model: Model, told: Any) -> None:
-        if isinstance(told, ev.PublishPlacement):
-            if model.placement is None or told.placement.number > model.placement.number:
-                model.placement = told.placement
-        elif isinstance(told, ev.EvictMember):
+    def _receive(self, model: Model, instruction: Any) -> None:
+        if isinstance(instruction, ev.PublishPlacement):
+            if model.placement is None or instruction.placement.number > model.placement.number:
+                model.placement = instruction.placement
+        elif isinstance(instruction, ev.EvictMember):
             model.placement = None
             self._hello(model)
-        elif isinstance(told, ev.RestoreCheckpoint):
-            self._say(model, ev.MemberReady(model.name, "m", self.checkpoint, restored=True))
-        elif isinstance(told, ev.StopMembers):
-            model.stop = told
-        elif isinstance(told, ev.AnnounceFinished | ev.RejectMember) and not model.done:
-            del self.live[model.name]
+        elif isinstance(instruction, ev.RestoreCheckpoint):
+            self._send(model, ev.MemberReady(model.name, "m", self.checkpoint, restored=True))
+        elif isinstance(instruction, ev.StopMembers):
+            model.stop = instruction
+        elif isinstance(instruction, ev.AnnounceFinished | ev.RejectMember) and not model.done:
+            del self.alive[model.name]
 
     def _work(self, model: Model) -> None:
         placement = model.placement
@@ -312,61 +313,61 @@ class ServedRun(RuleBasedStateMachine):
             self._write(model)
             self._leave(model)
         elif model.stop is not None or (model.leaving and not model.serves):
-            nothing_kept = model.stop is not None and not model.stop.checkpoint
-            if placement is None or nothing_kept or self._whole(placement):
+            without_checkpoint = model.stop is not None and not model.stop.checkpoint
+            if placement is None or without_checkpoint or self._has_all_primaries(placement):
                 self._leave(model)
         elif model.leaving and (placement is None or placement.seat_of(model.name) is None):
             self._leave(model)
-        elif not model.serves and placement is not None and placement.generation == self.over_in:
+        elif not model.serves and placement is not None and placement.generation == self.finished_in:
             self._finish(model)
         if model.serves and placement is not None:
             self._serve(model, placement)
 
     def _serve(self, model: Model, placement: Placement) -> None:
-        for part, holding in enumerate(placement.assignments):
-            if holding.primary == model.name and holding.learner in self.live:
-                self._say(model, ev.PartCopied(model.name, part, holding.learner, holding.since))
-            if holding.primary == model.name and holding.handing_off:
-                self._say(model, ev.PartReleased(model.name, part, placement.number))
+        for part, assignment in enumerate(placement.assignments):
+            if assignment.primary == model.name and assignment.learner in self.alive:
+                self._send(model, ev.PartCopied(model.name, part, assignment.learner, assignment.since))
+            if assignment.primary == model.name and assignment.handing_off:
+                self._send(model, ev.PartReleased(model.name, part, placement.number))
 
-    def _whole(self, placement: Placement) -> bool:
-        """Whether all who answer for a part are there."""
-        seats = [placement.seat_of(holding.primary) for holding in placement.assignments]
-        return all(s and s.member in self.live and self.live[s.member].incarnation == s.incarnation for s in seats)
+    def _has_all_primaries(self, placement: Placement) -> bool:
+        """Return whether the primaries of all parts are alive."""
+        seats = [placement.seat_of(assignment.primary) for assignment in placement.assignments]
+        return all(s and s.member in self.alive and self.alive[s.member].incarnation == s.incarnation for s in seats)
 
     def _write(self, model: Model) -> None:
         placement = model.placement
-        instructions = model.leaving or (model.stop is not None and model.stop.checkpoint)
+        wants_checkpoint = model.leaving or (model.stop is not None and model.stop.checkpoint)
         leads = model.serves and placement is not None and placement.assignments[LEDGER].primary == model.name
-        if instructions and leads and placement is not None and self._whole(placement):
+        if wants_checkpoint and leads and placement is not None and self._has_all_primaries(placement):
             self.checkpoint = 7
 
     def _finish(self, model: Model | None) -> None:
-        """Its ledger says that every ticket is finished."""
-        if model is None or model.placement is None or model.done or not self._whole(model.placement):
+        """Let a trainer find in its ledger that every ticket is finished."""
+        if model is None or model.placement is None or model.done or not self._has_all_primaries(model.placement):
             return
-        self.over_in = model.placement.generation
+        self.finished_in = model.placement.generation
         model.done = True
-        self._say(model, ev.MemberDone(model.name, 5))
+        self._send(model, ev.MemberDone(model.name, 5))
 
     def _leave(self, model: Model) -> None:
-        self._say(model, ev.MemberLeft(model.name, None))
-        self.live.pop(model.name, None)
+        self._send(model, ev.MemberLeft(model.name, None))
+        self.alive.pop(model.name, None)
         if not model.connected and model.name in self.state.members:
-            self._tell(ev.MemberLost(model.name, "its process ended"))
+            self._decide(ev.MemberLost(model.name, "its process ended"))
 
-    def _settle(self) -> None:
+    def _let_settle(self) -> None:
         """Deliver all messages, and let every member do what it can."""
         self.now += 0.2
-        self._tell(ev.TimerFired("regroup"))
+        self._decide(ev.TimerFired("regroup"))
         for _ in range(60):
             before = self.state
-            for name in list(self.live):
-                self.hear(name)
-                self.work(name)
-            if self.state == before and not any(model.inbox for model in self.live.values()):
+            for name in list(self.alive):
+                self.member_receives_its_messages(name)
+                self.member_works(name)
+            if self.state == before and not any(model.inbox for model in self.alive.values()):
                 return
-        raise AssertionError(f"they never come to rest: {self.state}")
+        raise AssertionError(f"the members never settle: {self.state}")
 
 
 TestServedRun = ServedRun.TestCase

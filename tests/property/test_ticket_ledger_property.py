@@ -1,4 +1,4 @@
-"""Trainers come, go, die and wake up in any order: the bound holds, and every shard gets every sample exactly once."""
+"""Trainers join, leave, die and wake up in any order: the bound holds, and each shard gets each sample exactly once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Trainers(RuleBasedStateMachine):
             if isinstance(outcome, TicketGranted):
                 self.begun[key], self.pushed[key] = outcome, set()
             elif isinstance(outcome, TicketDelayed):
-                assert outcome.waits_for, "a delayed trainer is told which trainers it waits for"
+                assert outcome.waits_for, "a delayed trainer learns which trainers it waits for"
                 assert name not in outcome.waits_for
 
     @precondition(lambda self: self.begun)
@@ -75,10 +75,10 @@ class Trainers(RuleBasedStateMachine):
         self.shards[shard].setdefault(granted.ticket.key, granted.ticket)
         self.pushed[key].add(shard)
 
-    @precondition(lambda self: any(len(found) == SHARDS for found in self.pushed.values()))
+    @precondition(lambda self: any(len(shards) == SHARDS for shards in self.pushed.values()))
     @rule(data=st.data(), seconds=st.floats(0.001, 10.0))
     def finish(self, data: st.DataObject, seconds: float) -> None:
-        key = data.draw(st.sampled_from(sorted(k for k, found in self.pushed.items() if len(found) == SHARDS)))
+        key = data.draw(st.sampled_from(sorted(k for k, shards in self.pushed.items() if len(shards) == SHARDS)))
         granted = self.begun.pop(key)
         del self.pushed[key]
         if self.sessions.get(key[0]) == key[1]:
@@ -99,7 +99,7 @@ class Trainers(RuleBasedStateMachine):
 
     @rule()
     def checkpoint(self) -> None:
-        """The shards are copied one by one, while training goes on."""
+        """Copy the shards one after another while training continues."""
         if self.ledger.open_at_checkpoint is None:
             self.ledger = ticket_ledger.begin_checkpoint(self.ledger)
             self.copies: list[dict[tuple[int, int], Ticket]] = []

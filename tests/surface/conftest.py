@@ -16,7 +16,7 @@ FROZEN = Path(__file__).parent / "frozen"
 def frozen() -> Callable[[str, str], None]:
     """`frozen(name, text)` fails with a diff if `text` is not what tests/surface/frozen/name holds.
 
-    `make surface` (SHOAL_FREEZE=1) writes the files anew, so that a change of surface is seen in review.
+    `make surface` (SHOAL_FREEZE=1) rewrites the files, so that a review shows every change of the surface.
     """
 
     def same(name: str, text: str) -> None:

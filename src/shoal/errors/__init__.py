@@ -15,7 +15,7 @@ prints: what happened, why it happens, what to do. An error without a class of i
 
 The machine side of ``pack/remote`` loads this package on Python 3.7, so it must stay that old.
 
-May import: the standard library only.
+May import: exit_codes and the standard library.
 """
 
 from shoal.errors.base import ShoalError as ShoalError

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from shoal import exit_codes
+
 
 class ShoalError(Exception):
     """An error that Shoal can name.
@@ -13,7 +15,7 @@ class ShoalError(Exception):
     """
 
     code: ClassVar[str] = "S000"
-    exit_code: ClassVar[int] = 1
+    exit_code: ClassVar[int] = exit_codes.FAILED
 
     def __init__(self, what: str, *, where: str = "", why: str = "", do: str = "") -> None:
         super().__init__(what)

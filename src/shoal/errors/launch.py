@@ -1,5 +1,6 @@
 """S4xx: a process, an agent, a service or a machine cannot be started."""
 
+from shoal import exit_codes
 from shoal.errors.base import ShoalError
 
 
@@ -10,7 +11,7 @@ class LaunchError(ShoalError):
     """
 
     code = "S400"
-    exit_code = 4
+    exit_code = exit_codes.UNAVAILABLE
 
 
 class IncompleteEnvironment(LaunchError):

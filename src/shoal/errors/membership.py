@@ -1,5 +1,6 @@
 """S2xx: a process cannot take part in a run, or cannot talk to the processes that do."""
 
+from shoal import exit_codes
 from shoal.errors.base import ShoalError
 
 
@@ -10,7 +11,7 @@ class MembershipError(ShoalError):
     """
 
     code = "S200"
-    exit_code = 4
+    exit_code = exit_codes.UNAVAILABLE
 
 
 class WrongToken(MembershipError):

@@ -1,5 +1,6 @@
 """S5xx: something cannot be read from or written to durable storage."""
 
+from shoal import exit_codes
 from shoal.errors.base import ShoalError
 
 
@@ -10,7 +11,7 @@ class StorageError(ShoalError):
     """
 
     code = "S500"
-    exit_code = 4
+    exit_code = exit_codes.UNAVAILABLE
 
 
 class StateMalformed(StorageError):

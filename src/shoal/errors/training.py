@@ -1,5 +1,6 @@
 """S3xx: a script, a model or its data cannot be trained."""
 
+from shoal import exit_codes
 from shoal.errors.base import ShoalError
 
 
@@ -10,7 +11,7 @@ class TrainingError(ShoalError):
     """
 
     code = "S300"
-    exit_code = 1
+    exit_code = exit_codes.FAILED
 
 
 class BadSize(TrainingError):

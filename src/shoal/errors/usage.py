@@ -1,5 +1,6 @@
 """S1xx: a command line, a configuration file or an API call cannot be used as it is."""
 
+from shoal import exit_codes
 from shoal.errors.base import ShoalError
 
 
@@ -10,7 +11,7 @@ class UsageError(ShoalError):
     """
 
     code = "S100"
-    exit_code = 2
+    exit_code = exit_codes.BAD_USAGE
 
 
 class BadSettings(UsageError):
@@ -21,7 +22,7 @@ class BadSettings(UsageError):
     """
 
     code = "S101"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class BadPlan(UsageError):
@@ -44,7 +45,7 @@ class BadSync(UsageError):
     """
 
     code = "S103"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class BadConfigFile(UsageError):
@@ -55,7 +56,7 @@ class BadConfigFile(UsageError):
     """
 
     code = "S110"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class BadScript(UsageError):
@@ -124,7 +125,7 @@ class BadNoticeSource(UsageError):
     """
 
     code = "S117"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class RunAlreadyEnded(UsageError):
@@ -157,7 +158,7 @@ class BadEmulation(UsageError):
     """
 
     code = "S122"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class BadRole(UsageError):
@@ -169,7 +170,7 @@ class BadRole(UsageError):
     """
 
     code = "S123"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class UnknownEngine(UsageError):
@@ -220,7 +221,7 @@ class BadPool(UsageError):
     """
 
     code = "S140"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class BadBudget(UsageError):
@@ -232,7 +233,7 @@ class BadBudget(UsageError):
     """
 
     code = "S150"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class BadLabels(UsageError):
@@ -242,7 +243,7 @@ class BadLabels(UsageError):
     """
 
     code = "S151"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING
 
 
 class SlotTooSmall(UsageError):
@@ -254,4 +255,4 @@ class SlotTooSmall(UsageError):
     """
 
     code = "S152"
-    exit_code = 3
+    exit_code = exit_codes.BAD_SETTING

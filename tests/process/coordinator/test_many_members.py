@@ -13,12 +13,12 @@ pytestmark = pytest.mark.process
 
 
 def test_many_members_form_a_world_lose_one_grow_and_outlive_their_coordinator() -> None:
-    found = dict(thousand.measure(thousand.HOSTS["TLS"], agents=20, joins=1, steady_s=0.5, watch_s=1.0))
-    assert found["form"]["told_bytes"] > 20 * 1000
-    assert found["steady"]["beats_per_s"] > 0
-    assert found["lose"]["journal_bytes"] > 0
-    assert found["join"]["told_bytes"] > 0
-    assert found["restart"]["worlds"] == 0
+    figures = dict(thousand.measure(thousand.HOSTS["TLS"], agents=20, joins=1, steady_s=0.5, watch_s=1.0))
+    assert figures["form"]["told_bytes"] > 20 * 1000
+    assert figures["steady"]["beats_per_s"] > 0
+    assert figures["lose"]["journal_bytes"] > 0
+    assert figures["join"]["told_bytes"] > 0
+    assert figures["restart"]["worlds"] == 0
 
 
 def test_coordinator_raises_its_limit_of_open_files(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_devices_are_interpolated_between_measured_sizes(directory: Path) -> Non
     assert two.seconds[40] == pytest.approx(0.3)
 
 
-def test_no_split_beats_the_oracle(directory: Path) -> None:
+def test_no_split_is_faster_than_the_oracle(directory: Path) -> None:
     devices = tuple(profiles.read(directory)["toy"])
     mix = profiles.Mix("toy", devices, 60)
     best = min(max(devices[0].seconds[b], devices[1].seconds[60 - b]) for b in range(61))

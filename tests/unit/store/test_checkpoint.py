@@ -1,4 +1,4 @@
-"""A checkpoint exists only when it is whole; a damaged one costs nobody the one before."""
+"""A checkpoint exists only when it is complete, and a damaged one does not affect the one before it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Fail = Callable[[str, str], None]
 
 
 class Town:
-    """A coordinator's files, and a store of theirs; time passes only while somebody waits."""
+    """A coordinator's files and a store of them; the clock advances only while the store waits."""
 
     def __init__(self, path: Path, user: str = "") -> None:
         self.path, self.now, self.said, self.asked = path / "runs", 0.0, [], []
@@ -95,7 +95,7 @@ def broken(times: int, method: str = "PUT") -> Fail:
     def fail(asked: str, _target: str) -> None:
         if asked == method and left[0]:
             left[0] -= 1
-            raise ConnectionRefusedError("nobody is there")
+            raise ConnectionRefusedError("nothing listens")
 
     return fail
 

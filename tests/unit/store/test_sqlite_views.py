@@ -45,7 +45,7 @@ def test_what_was_put_is_read_back_after_a_flush(tmp_path: Path) -> None:
     assert sqlite_views.checkpoints(tmp_path, "r") == [(40, "there")]
 
 
-def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
+def test_damaged_file_is_built_again(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"this is no database, and it is long enough to be taken for one" * 100)
     opened = SqliteViews(tmp_path)
     assert opened.seq == 0
@@ -86,7 +86,7 @@ def test_views_are_rebuilt_without_a_coordinator(tmp_path: Path) -> None:
 
 
 def test_views_of_a_damaged_journal_are_not_half_made(tmp_path: Path) -> None:
-    """Else whoever looks again finds no runs, and is not told why."""
+    """Otherwise the next reader would find no runs and no reason."""
     journal = Journal(tmp_path)
     for run in ("r", "s", "t"):
         journal.append(run, runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
@@ -101,7 +101,7 @@ def test_views_of_a_damaged_journal_are_not_half_made(tmp_path: Path) -> None:
     assert list(tmp_path.glob("views-*")) == []
 
 
-def test_views_that_somebody_else_has_made_meanwhile_stay(tmp_path: Path) -> None:
+def test_views_that_another_process_built_meanwhile_are_kept(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append("r", runs_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 1)), {}), 1.0)
     journal.close()

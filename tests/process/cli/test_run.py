@@ -21,7 +21,7 @@ def test_run_shows_the_output_of_its_members_and_leaves_no_process(stage: Any) -
     (view,) = stage.runs()
     assert (view["name"], view["status"], view["exit_code"]) == ("greet", "done", 0)
     assert "hello from local/1" in stage.shoal("logs", "greet", "--member", "local/1").stdout
-    assert "run ended with exit code 0" in stage.shoal("why", "greet").stdout
+    assert "run ended with exit code 0" in stage.shoal("why", "greet", "--all").stdout
     assert "greet" in stage.shoal("status", "gre").stdout
 
 

@@ -145,7 +145,7 @@ def test_script_that_another_machine_lacks_is_reported(tmp_path: Path) -> None:
                 if '"failed"' in (shown := command(tmp_path, "status", "gone", *access, "--json")).stdout:
                     break
             assert '"failed"' in shown.stdout
-            assert "gone.py" in command(tmp_path, "why", "gone", *access).stdout
+            assert "gone.py" in command(tmp_path, "why", "gone", "--all", *access).stdout
             assert joined.poll() is None, "the agent ended with the run"
         finally:
             joined.terminate()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 KERAS = Path(__file__).parent / "keras"
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+IMPORTS_TORCH = re.compile(r"^\s*(import|from) (shoal\.)?torch\b", re.MULTILINE)
 # Examples are counted, never timed: a slow or busy machine must not turn a property test red.
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shoal")
@@ -28,9 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect the Keras tests only when the command line names their folder.
+    """Collect the Keras tests only when the command line names their folder, and PyTorch's only where it is installed.
 
-    They import TensorFlow, and Triton (part of PyTorch's CUDA build) crashes if it is loaded after TensorFlow.
+    Keras tests import TensorFlow, and Triton (part of PyTorch's CUDA build) crashes if it is loaded after TensorFlow.
     """
-    named = any(Path(argument.partition("::")[0]).resolve().is_relative_to(KERAS) for argument in config.args)
-    return True if collection_path == KERAS and not named else None
+    if collection_path == KERAS:
+        named = any(Path(argument.partition("::")[0]).resolve().is_relative_to(KERAS) for argument in config.args)
+        return None if named else True
+    if not HAS_TORCH and collection_path.suffix == ".py" and IMPORTS_TORCH.search(collection_path.read_text()):
+        return True
+    return None

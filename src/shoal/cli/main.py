@@ -18,6 +18,7 @@ VERBS = {
     "resume": "Continue a run from its newest checkpoint.",
     "ps": "List runs.",
     "status": "Show a run and its members.",
+    "attach": "Follow a run until it ends.",
     "fetch": "Download the files that a run has saved.",
     "logs": "Print the output of a run's members.",
     "why": "Show what happened to a run or a member, and why.",

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 import click
+import msgspec
 
-from shoal.cli.options import OutputOptions, with_output_options, with_target_options
+from shoal.cli.options import OutputOptions, interactive, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.cli.output.lines import (
     STEP_PARTS,
@@ -21,23 +22,54 @@ from shoal.cli.output.lines import (
     progress,
     step_times,
 )
+from shoal.cli.signals import SignalCounter
+from shoal.errors import CoordinatorUnreachable
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.run_lookup import CoordinatorRef
 from shoal.wire.api import MemberView, RunView
+
+WATCH_EVERY_S = 2.0
 
 
 @click.command()
 @click.argument("run", required=False)
+@click.option("--watch", is_flag=True, help="Refresh every two seconds until the run ends or Ctrl-C.")
 @with_target_options
 @with_output_options
-def command(output: OutputOptions, target: CoordinatorTarget, run: str | None) -> None:
+def command(output: OutputOptions, target: CoordinatorTarget, run: str | None, watch: bool) -> None:
     """Show a run and its members.
 
     RUN is an id, a name, or the beginning of one. Without it, the only active run is shown, or else the newest. The
     settings of a run are shown by shoal config RUN.
     """
     coordinator, view = run_lookup.find_run(target, run)
-    output.result(view, lambda: text(view, time.time(), live=coordinator.client is not None))
+    if watch:
+        follow_view(output, target, coordinator, view)
+    else:
+        output.result(view, lambda: text(view, time.time(), live=coordinator.client is not None))
+
+
+def follow_view(output: OutputOptions, target: CoordinatorTarget, coordinator: CoordinatorRef, view: RunView) -> None:
+    """Show a run again and again until it has ended or a signal arrives; with --json, one object per line."""
+    with SignalCounter() as signals:
+        while True:
+            if output.json:
+                click.echo(msgspec.json.encode(view))
+            else:
+                if interactive():
+                    click.clear()
+                click.echo(text(view, time.time(), live=coordinator.client is not None))
+            if view.status in run_lookup.ENDED or coordinator.client is None:
+                return
+            signals.sleep(WATCH_EVERY_S)
+            if signals.count:
+                return
+            try:
+                view = coordinator.records.run(view.run)
+            except CoordinatorUnreachable:
+                # A coordinator of `shoal run` ends right after its run; its last record is on disk.
+                coordinator, view = run_lookup.find_run(target, view.run)
 
 
 def text(view: RunView, now: float, *, live: bool) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any, cast
 
+import pytest
 from tests.unit.views import balanced_run, member_view, run_view
 
+from shoal.cli.options import OutputOptions
 from shoal.cli.verbs import status
-from shoal.wire.api import CostView
+from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.run_lookup import CoordinatorRef
+from shoal.wire.api import CostView, RunView
 
 
 def test_status_shows_shares_and_the_parts_of_a_step() -> None:
@@ -35,3 +41,32 @@ def test_status_shows_the_event_files() -> None:
 def test_budget_is_shown_with_how_long_it_lasts() -> None:
     view = run_view(cost=CostView(3600.0, 2.0, 0.0), budget=5.0, rate_per_h=2.0)
     assert "budget      5.00, 3.00 left, enough for 1 h 30 min at 2.00 an hour" in status.text(view, 20.0, live=True)
+
+
+class Records:
+    """Records of a coordinator whose run is shown as these views, one after the other."""
+
+    def __init__(self, *views: RunView) -> None:
+        self.views = list(views)
+
+    def run(self, run: str) -> RunView:
+        del run
+        return self.views.pop(0)
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_watch_shows_a_run_until_it_has_ended(
+    json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "WATCH_EVERY_S", 0.0)
+    records = cast(Any, Records(run_view(step=20), run_view(step=30, status="done"), run_view(step=40)))
+    coordinator = CoordinatorRef("c", "u", "t", None, records, records)
+    status.follow_view(OutputOptions(json=json), CoordinatorTarget(Path("/none")), coordinator, run_view(step=10))
+    shown = capsys.readouterr().out
+    assert re.findall(r'"step":([1-4]0)\b' if json else r"step ([1-4]0)\b", shown) == ["10", "20", "30"]
+
+
+def test_watch_shows_a_run_without_a_coordinator_once(capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = CoordinatorRef("c", "u", "t", None, None, cast(Any, Records()))
+    status.follow_view(OutputOptions(), CoordinatorTarget(Path("/none")), coordinator, run_view())
+    assert capsys.readouterr().out.count("progress") == 1

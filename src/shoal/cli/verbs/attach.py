@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import click
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.signals import SignalCounter
 from shoal.errors import CoordinatorUnreachable
@@ -24,7 +25,7 @@ class UncaughtSignals(SignalCounter):
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", shell_complete=completions.runs, required=False)
 @with_target_options
 @with_output_options
 def command(output: OutputOptions, target: CoordinatorTarget, run: str | None) -> None:

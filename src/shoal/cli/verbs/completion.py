@@ -1,4 +1,4 @@
-"""`shoal completion`: the code that a shell must source to complete verbs and options."""
+"""`shoal completion`: the code that a shell must source to complete verbs, options and values."""
 
 from __future__ import annotations
 

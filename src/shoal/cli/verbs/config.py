@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from shoal import settings as shoal_settings
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.errors import UsageError
@@ -17,8 +18,10 @@ from shoal.wire.api import RunView
 
 
 @click.command()
-@click.argument("run", required=False)
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Try a value.")
+@click.argument("run", shell_complete=completions.runs, required=False)
+@click.option(
+    "--set", "assignments", multiple=True, shell_complete=completions.settings, metavar="KEY=VALUE", help="Try a value."
+)
 @with_target_options
 @with_output_options
 def command(output: OutputOptions, target: CoordinatorTarget, run: str | None, assignments: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 import msgspec
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.cli.output.lines import budget
@@ -30,7 +31,7 @@ class RunCosts(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", shell_complete=completions.runs, required=False)
 @with_target_options
 @with_output_options
 def command(output: OutputOptions, target: CoordinatorTarget, run: str | None) -> None:

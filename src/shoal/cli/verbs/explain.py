@@ -8,11 +8,12 @@ import inspect
 import click
 
 from shoal import errors
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options
 
 
 @click.command()
-@click.argument("code", required=False)
+@click.argument("code", required=False, shell_complete=completions.error_codes)
 @with_output_options
 def command(output: OutputOptions, code: str | None) -> None:
     """Explain an error code.

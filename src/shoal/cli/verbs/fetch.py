@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
@@ -16,7 +17,7 @@ SHOWN = 10
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=completions.runs)
 @click.argument("directory", default=".", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--checkpoints", is_flag=True, help="Also download checkpoints, into a folder of that name.")
 @click.option("--tensorboard", is_flag=True, help="Also download TensorBoard event files, into a folder of that name.")

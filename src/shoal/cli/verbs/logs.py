@@ -6,6 +6,7 @@ import time
 
 import click
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.errors import CoordinatorUnreachable, UsageError
 from shoal.launch import run_lookup
@@ -18,7 +19,7 @@ FOLLOW_EVERY_S = 0.5
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", shell_complete=completions.runs, required=False)
 @click.option("-f", "--follow", is_flag=True, help="Follow new lines until the run ends.")
 @click.option("--member", default="", help="Print the lines of this member only, such as local/2.")
 @click.option("-n", "--lines", type=click.IntRange(min=1), help="Print the last N lines only.", metavar="N")

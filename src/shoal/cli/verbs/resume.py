@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.verbs.run import start
 from shoal.errors import RunAlreadyEnded, RunStillActive
@@ -24,7 +25,7 @@ POLL_S = 0.2
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=completions.runs)
 @click.option("-n", "--members", metavar="MIN:MAX", help="Number of members.  [default: as before]")
 @click.option("--budget", type=float, metavar="AMOUNT", help="Spending limit, including what was spent before.")
 @click.option("--detach", is_flag=True, help="Return when the run is accepted and leave it running.")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options
 from shoal.cli.output import table
 from shoal.errors import RunStillActive, UsageError
@@ -16,7 +17,7 @@ from shoal.wire.api import RunView
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=completions.runs)
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
 @with_output_options
 def command(output: OutputOptions, runs: tuple[str, ...], dry_run: bool) -> None:

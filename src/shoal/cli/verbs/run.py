@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, show_error, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.core.fleet.launcher_env import evaluator_unsupported
@@ -26,7 +27,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS = (
     click.option("-n", "--members", metavar="MIN:MAX", help="Number of members: N, or MIN:MAX.  [default: 1]"),
     click.option("--name", help="Name of the run.  [default: the script's name]"),
-    click.option("--on", metavar="POOLS", help="Pools of shoal.toml to take machines from, such as spot,lab."),
+    click.option(
+        "--on",
+        metavar="POOLS",
+        shell_complete=completions.pools,
+        help="Pools of shoal.toml to take machines from, such as spot,lab.",
+    ),
     click.option("--where", metavar="LABELS", help="Labels that the pools must have, such as gpu=a100,zone=b."),
     click.option(
         "--budget", metavar="AMOUNT", help="Spending limit; the run checkpoints and stops before it is exceeded."
@@ -40,9 +46,16 @@ _OPTIONS = (
         metavar="N",
         help="Number of parameter servers, with --sync stale:K or async, or --compat ps.  [default: 2]",
     ),
-    click.option("--servers-on", metavar="POOLS", help="Pools for the parameter servers only."),
+    click.option(
+        "--servers-on", metavar="POOLS", shell_complete=completions.pools, help="Pools for the parameter servers only."
+    ),
     click.option("--evaluator", is_flag=True, help="Evaluate checkpoints during training, as run.evaluate defines."),
-    click.option("--evaluator-on", metavar="POOLS", help="Like --evaluator, on a machine of these pools."),
+    click.option(
+        "--evaluator-on",
+        metavar="POOLS",
+        shell_complete=completions.pools,
+        help="Like --evaluator, on a machine of these pools.",
+    ),
     click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m."),
     click.option(
         "--compat",
@@ -58,7 +71,12 @@ _OPTIONS = (
     ),
     click.option("--env", multiple=True, metavar="KEY=VALUE", help="Environment variable for the members; repeatable."),
     click.option(
-        "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change a setting; see shoal config."
+        "--set",
+        "assignments",
+        multiple=True,
+        shell_complete=completions.settings,
+        metavar="KEY=VALUE",
+        help="Change a setting; see shoal config.",
     ),
     click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing."),
 )

@@ -6,6 +6,7 @@ import shlex
 
 import click
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.errors import UsageError
 from shoal.launch import run_lookup
@@ -15,7 +16,7 @@ from shoal.wire.api import RunView, ScaleRequest
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=completions.runs)
 @click.argument("members", metavar="[MIN:MAX]", required=False)
 @click.option("--budget", type=float, metavar="AMOUNT", help="Spending limit, including what was spent so far.")
 @with_target_options

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 import msgspec
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, interactive, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.cli.output.lines import (
@@ -33,7 +34,7 @@ WATCH_EVERY_S = 2.0
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", shell_complete=completions.runs, required=False)
 @click.option("--watch", is_flag=True, help="Refresh every two seconds until the run ends or Ctrl-C.")
 @with_target_options
 @with_output_options

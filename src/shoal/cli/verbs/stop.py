@@ -6,6 +6,7 @@ import time
 
 import click
 
+from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output.lines import resume_advice
 from shoal.errors import CoordinatorUnreachable
@@ -17,7 +18,7 @@ POLL_S = 0.2
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=completions.runs)
 @click.option("--now", is_flag=True, help="Stop at once; steps since the last checkpoint are lost.")
 @click.option("--reason", default="asked by the user", help="Reason for the story of the run.")
 @click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for the end; 0 for none.")

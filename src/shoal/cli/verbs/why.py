@@ -10,6 +10,7 @@ from datetime import time as clock
 
 import click
 
+from shoal.cli import completions
 from shoal.cli.options import (
     DURATION_UNITS,
     OutputOptions,
@@ -31,7 +32,7 @@ FOLD_ABOVE, FIRST, LAST = 8, 3, 3
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", shell_complete=completions.runs, required=False)
 @click.argument("member", required=False)
 @click.option("--all", "everything", is_flag=True, help="Show every line, not only incidents.")
 @click.option(

@@ -23,7 +23,7 @@ from tests.engines.slurm_cluster import Cluster
 from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network
 from tests.engines.ssh_site import SOURCES
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 if why := slurm_cluster.missing() or ssh_hosts.why_not():
     pytest.skip(f"SKIPPED: {why}", allow_module_level=True)

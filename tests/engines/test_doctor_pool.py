@@ -16,7 +16,7 @@ from tests.engines.ssh_hosts import SshNetwork, ssh_network, why_not
 from tests.engines.ssh_site import SOURCES
 from tests.netns.network import firewall
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)

@@ -17,7 +17,7 @@ from shoal.engines.local import Local
 from shoal.errors import EngineUnreachable
 from shoal.testing.engine_conformance import SCENARIOS, EngineSite
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 
 class LocalSite(EngineSite):

@@ -27,7 +27,7 @@ from shoal.testing.wait import until
 from shoal.wire.credentials import Credentials
 
 pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal-train[ray]'")
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
 
 WORKERS = 2
 WORKER = {"num_cpus": 4, "resources": {"seat": 1}, "labels": {"lab": "here"}}

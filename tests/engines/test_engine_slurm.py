@@ -32,7 +32,7 @@ from shoal.wire.credentials import Credentials
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.process,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=f"SKIPPED: no Slurm on this machine: {missing()}"),
 ]
 

@@ -15,7 +15,7 @@ from shoal.engines.engine import AllocationStatus
 from shoal.errors import AllocationRefused, EngineUnreachable, PoolFull
 from shoal.testing.engine_conformance import SCENARIOS, EngineSite
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)

@@ -11,7 +11,7 @@ from tests.engines.test_pool_runs import SCRIPT, PoolRun, pool, pool_run
 from shoal.store import checkpoint
 from shoal.store.blob_store import open_store
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 STEPS = 100
 

@@ -18,7 +18,7 @@ from tests.engines.ssh_hosts import HUB
 from tests.process.faults.checked_run import SCRIPT, CheckedRun
 
 pytest.importorskip("ray", reason="SKIPPED, no Ray here: scripts/setup ray, or pip install 'shoal-train[ray]'")
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 if why := why_not():
     pytest.skip(f"SKIPPED: {why}", allow_module_level=True)

@@ -17,7 +17,7 @@ import pytest
 
 from shoal.testing.run_under_test import RunUnderTest
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).with_name("train.py")
 

@@ -16,7 +16,7 @@ from shoal.engines.ray.engine import Ray, RayOptions
 from shoal.errors import AllocationRefused, EngineUnreachable
 from shoal.wire.credentials import Credentials
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 TALK = """\
 import json, sys, time

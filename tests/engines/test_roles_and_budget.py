@@ -9,7 +9,7 @@ import pytest
 from tests.engines.test_pool_runs import PoolRun, pool, pool_run
 from tests.engines.test_shared_coordinator import Standing, standing  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 
 def test_evaluator_keeps_a_machine_of_its_own_pool_until_the_last_checkpoint(

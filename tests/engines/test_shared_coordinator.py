@@ -19,7 +19,7 @@ import pytest
 
 from shoal.testing.scripts.hold import HOLD
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).with_name("train.py")
 POOLS = '[pool.farm]\nengine = "local"\nlimit = 2\nprice = 1.0\n'

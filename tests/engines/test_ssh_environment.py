@@ -15,7 +15,7 @@ from tests.engines.ssh_hosts import HUB, SshNetwork, ssh_network, why_not
 from shoal.testing import wheelhouse
 from shoal.testing.run_under_test import RunUnderTest
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)

@@ -20,7 +20,7 @@ from shoal.engines.ssh.engine import Ssh
 from shoal.errors import AllocationRefused, EngineUnreachable, LaunchError
 from shoal.wire.credentials import Credentials
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)

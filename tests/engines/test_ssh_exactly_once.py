@@ -16,7 +16,7 @@ from tests.engines.ssh_site import SshSite, ssh_site
 from shoal.engines.ssh import engine as ssh_engine
 from shoal.errors import AllocationRefused, EngineUnreachable
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)

@@ -16,7 +16,7 @@ from shoal.store import checkpoint
 from shoal.store.blob_store import open_store
 from shoal.testing.run_under_test import RunUnderTest
 
-pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engines, pytest.mark.process, pytest.mark.timeout(600)]
 
 if why := why_not():
     pytest.skip(f"ssh hosts: {why}", allow_module_level=True)

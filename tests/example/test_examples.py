@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 SHOAL = (sys.executable, "-m", "shoal.cli.main")
 
 
-def call(*command: str | Path, cwd: Path, timeout_s: float = 110) -> str:
+def call(*command: str | Path, cwd: Path, timeout_s: float = 590) -> str:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_HOME": str(cwd / "home")}
     for name in [name for name in environ if name.startswith("SHOAL_") and name != "SHOAL_HOME"]:
         del environ[name]
@@ -102,7 +102,7 @@ def test_the_shell_scripts_parse_and_the_readme_names_them() -> None:
 
 @pytest.mark.process
 @pytest.mark.chaos
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_demo_ends_well(tmp_path: Path) -> None:
     output = call(sys.executable, EXAMPLES / "demo.py", cwd=tmp_path, timeout_s=390)
     assert "all well" in output

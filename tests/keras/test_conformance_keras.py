@@ -8,7 +8,7 @@ import pytest
 
 from shoal.testing.conformance import KERAS_TENSORFLOW, KERAS_TORCH, SCENARIOS, FrameworkScript, Scenario
 
-pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

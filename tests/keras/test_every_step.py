@@ -604,7 +604,7 @@ def test_changing_shares_do_not_trace_again() -> None:
 
 
 @only_tensorflow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_suite_passes_on_the_torch_backend() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(

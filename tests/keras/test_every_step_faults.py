@@ -13,7 +13,7 @@ from shoal.testing.conformance import KERAS_TENSORFLOW, FrameworkScript, TaskRun
 from shoal.testing.run_under_test import closing
 from shoal.testing.scripts.task import TrainingTask
 
-pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(600)]
 if KERAS_TENSORFLOW.missing:
     pytest.skip("Keras on TensorFlow is not installed", allow_module_level=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("keras")
-pytestmark = [pytest.mark.keras, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 
 PAGE = Path(__file__).parents[2] / "docs/howto/keras.md"
 # A process has one run, with one training loop; each block gets a run of its own.

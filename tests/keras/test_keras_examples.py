@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("keras")
-pytestmark = [pytest.mark.keras, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHOAL = (sys.executable, "-m", "shoal.cli.main")

@@ -14,7 +14,7 @@ from shoal.errors import BadMetric  # noqa: E402
 from shoal.keras.run import Run  # noqa: E402
 from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
 
-pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 
 
 class MetricsOnly:

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.report.tensorboard.event_reader import read_folder, series
 
 pytest.importorskip("keras")
-pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.keras, pytest.mark.process, pytest.mark.timeout(600)]
 
 SCRIPT = """
 import keras

@@ -528,7 +528,7 @@ def test_streamed_pipeline_is_refused() -> None:
 
 
 @only_tensorflow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_suite_passes_on_the_torch_backend() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(

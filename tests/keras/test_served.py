@@ -31,7 +31,7 @@ from shoal.testing.conformance import KERAS_TENSORFLOW  # noqa: E402
 from shoal.testing.run_under_test import closing  # noqa: E402
 from shoal.worker.parameter_server.client import ServerClient, TicketAbandoned  # noqa: E402
 
-pytestmark = [pytest.mark.keras, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 
 SAMPLES, SIZE, EPOCHS = 40, 12, 3
 STEPS = EPOCHS * 4

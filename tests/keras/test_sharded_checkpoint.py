@@ -16,7 +16,7 @@ from shoal.keras.backends.optimizer_guard import OptimizerGuard  # noqa: E402
 from shoal.keras.modes.server_shard import KerasShardStore  # noqa: E402
 from shoal.keras.modes.sharded_checkpoint import load  # noqa: E402
 
-pytestmark = [pytest.mark.keras, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 
 
 def build(width: int = 4, seed: int = 0) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from tests.netns.hosts import COORDINATOR, hosted
 from tests.netns.network import Network
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 
 LEASE_S = 2.0
 # Bounds the wait for a world without the lost one, beyond the lease: far more than it takes, on a busy machine.

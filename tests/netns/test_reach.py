@@ -9,7 +9,7 @@ import pytest
 from tests.netns.hosts import COORDINATOR, Hosts
 from tests.netns.network import Network, firewall, ip
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 
 PORTS = "29400-29409"
 # Its own name leads back to it there, as many distributions have it.

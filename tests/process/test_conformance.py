@@ -8,7 +8,7 @@ import pytest
 
 from shoal.testing.conformance import SCENARIOS, TORCH, Scenario
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)

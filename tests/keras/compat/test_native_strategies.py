@@ -14,7 +14,7 @@ import pytest
 from shoal.testing.run_under_test import RunUnderTest
 
 pytest.importorskip("tensorflow")
-pytestmark = [pytest.mark.keras, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.keras, pytest.mark.timeout(600)]
 
 TIMEOUT_S = 110.0
 

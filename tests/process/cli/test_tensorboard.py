@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.report.tensorboard.event_reader import Event, read_folder, series
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 STEPS = 120
 # The loss of each step can be computed: every sample pulls the only weight from 0 towards 1.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.process.faults.checked_run import CheckedRun
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 class Unmodified(CheckedRun):

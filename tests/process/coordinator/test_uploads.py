@@ -20,7 +20,7 @@ from shoal.store.blob_store import Blob, CoordinatorAccess
 from shoal.store.coordinator_store import PIECE_BYTES, CoordinatorStore
 from shoal.testing.wait import until
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 PIECES = 4
 

@@ -16,7 +16,7 @@ from tests.process.faults.checked_run import CheckedRun
 
 from shoal.testing.emulated_speeds import machines, step_s
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 BATCH = 32
 FAST_S, SLOW_S = 0.032, 0.128

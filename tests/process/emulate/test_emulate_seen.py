@@ -13,7 +13,7 @@ from tests.process.faults.checked_run import CheckedRun
 
 from shoal.testing.emulated_speeds import machines
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 SPEEDS = machines(1, 0.25, sample_s=0.002)
 

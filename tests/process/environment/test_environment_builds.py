@@ -15,7 +15,7 @@ from tests.process.environment.bare_machine import PYTHON, Machine, running
 from shoal.pack.environments import recipe, requirements, wheel
 from shoal.testing.wait import until
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 UP = "usage: shoal.agent"
 

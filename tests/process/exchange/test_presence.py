@@ -17,7 +17,7 @@ from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.handshake import CALL, PeerHello
 from shoal.worker.transport.peers import Peers
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 class Watcher:

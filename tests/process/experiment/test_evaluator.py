@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(600)]
 
 # `evaluate` replaces the experiment's own evaluation, which it gets as its first argument.
 PROGRAM = """

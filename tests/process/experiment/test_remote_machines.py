@@ -10,7 +10,7 @@ import pytest
 from shoal.store import checkpoint
 from shoal.store.blob_store import open_store
 
-pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(600)]
 
 POOL = """
 [pool.far]

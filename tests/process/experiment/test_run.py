@@ -16,7 +16,7 @@ import pytest
 from shoal.experiment import run as experiment_run
 from shoal.pack import manifest
 
-pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.roles, pytest.mark.timeout(600)]
 
 WITH_FILES = """
 def with_files():
@@ -160,7 +160,7 @@ def test_member_over_the_memory_limit_of_its_role_is_killed(stage: Any) -> None:
     assert "error[S405] it used" in report["why"]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_evaluator_evaluates_during_training(stage: Any) -> None:
     # Evaluators run at low priority, also beside other tests.
     (report,) = stage.finish(stage.begin(EVALUATED), timeout_s=300)

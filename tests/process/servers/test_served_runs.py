@@ -12,7 +12,7 @@ import torch
 from tests.process.faults.checked_run import checked_run
 from tests.process.servers.served_run import served_run
 
-pytestmark = [pytest.mark.process, pytest.mark.servers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.servers, pytest.mark.timeout(600)]
 
 CALM = ("lease_s=2", "restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
 

@@ -25,7 +25,7 @@ from shoal.worker.parameter_server.server import ParameterServer
 from shoal.worker.transport.handshake import CALL
 from shoal.worker.transport.peers import Peers
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 ORDER = SampleOrder(samples=64, size=8)
 

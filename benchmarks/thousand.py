@@ -223,7 +223,7 @@ def _watched(coordinator: Coordinator, crowds: Crowds, agents: int, seconds: flo
     expected = {"HeartbeatMsg": heartbeats, "pings": heartbeats / 2, "pongs": heartbeats / 2}
     return {
         "cores": cpu_s / took_s,
-        "beats_per_s": sent["HeartbeatMsg"] / took_s,
+        "heartbeats_per_s": sent["HeartbeatMsg"] / took_s,
         "kept": min(sent[kind] / expected[kind] for kind in sent),
         "rss_bytes": coordinator.rss_bytes(),
     }
@@ -367,7 +367,7 @@ ROWS: tuple[tuple[str, str, str, Any, float | None], ...] = (
     ("… bytes told to all members", "form", "told_bytes", _mb, None),
     ("… journal by then", "form", "journal_bytes", _mb, None),
     ("heartbeats of all agents and members, of one core", "steady", "cores", _part, 0.2),
-    ("… heartbeats of members per second", "steady", "beats_per_s", lambda value: f"{value:,.0f}", None),
+    ("… heartbeats of members per second", "steady", "heartbeats_per_s", lambda value: f"{value:,.0f}", None),
     ("… heartbeats sent when due, the smallest part of all kinds", "steady", "kept", _part, None),
     ("memory (RSS) without agents and members", "begin", "rss_bytes", _mb, None),
     ("memory (RSS) with all of them", "steady", "rss_bytes", _mb, 200e6),

@@ -1,5 +1,7 @@
 """`shoal doctor`: checks of this machine and of the machines of pools, before a run depends on them.
 
+`cleanup` removes the directories of ended coordinators, for `shoal rm`, `shoal prune` and `retain_days`.
+
 May import: `launch` and everything that `launch` may import.
 
 There are two kinds of check, and both end in a list of `CheckVerdict`s, each with a remedy:

@@ -356,9 +356,9 @@ def test_agent_uses_the_url_that_answers_and_names_the_cause_of_each_failure(coo
     assert agent.process.wait(30) == 4
     text = agent.log.read_text()
     assert "error[S230]" in text
-    assert "http://127.0.0.2:9: refused" in text
-    assert "http://no.such.host.invalid:9: the name is not known here" in text
-    assert f"{url}: refused" in text
+    assert "http://127.0.0.2:9: connection refused" in text
+    assert "http://no.such.host.invalid:9: the host name cannot be resolved here" in text
+    assert f"{url}: connection refused" in text
 
 
 LATE_START = """

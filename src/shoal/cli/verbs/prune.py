@@ -9,8 +9,8 @@ import click
 
 from shoal.cli.options import OutputOptions, parse_duration, with_output_options
 from shoal.cli.verbs import rm
+from shoal.doctor import cleanup
 from shoal.errors import RunStillActive
-from shoal.launch import cleanup
 from shoal.launch.coordinator_target import home
 
 

@@ -9,9 +9,10 @@ import click
 from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options
 from shoal.cli.output import table
+from shoal.doctor import cleanup
+from shoal.doctor.cleanup import EndedDirectory
 from shoal.errors import RunStillActive, UsageError
-from shoal.launch import cleanup, run_lookup
-from shoal.launch.cleanup import EndedDirectory
+from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget, home
 from shoal.wire.api import RunView
 

@@ -198,7 +198,7 @@ def _apply_retention(output: OutputOptions, target: CoordinatorTarget, assignmen
     days = float(settings_layers.resolve(Path.cwd(), os.environ, assignments).text("retain_days"))
     if not days:
         return
-    from shoal.launch import cleanup
+    from shoal.doctor import cleanup
 
     try:
         for old in cleanup.find_old(target.home, days * cleanup.DAY_S):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from tests.unit.directories import ended_coordinator
 
+from shoal.doctor import cleanup
 from shoal.errors import RunStillActive
-from shoal.launch import cleanup, run_lookup
+from shoal.launch import run_lookup
 from shoal.store import journal, sqlite_views
 
 

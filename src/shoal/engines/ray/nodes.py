@@ -50,7 +50,8 @@ def why_waiting(
     if not able:
         return f"no node has {_listed(needed)}; {_MORE}"
     if not any(fitting(needed, node["free"]) != 0 for node in able):
-        return f"{_listed(needed)} is in use on all {len(able)} nodes that have it; {_MORE}"
+        where = f"all {len(able)} nodes that have it" if len(able) > 1 else "the only node that has it"
+        return f"{_listed(needed)} is in use on {where}; {_MORE}"
     return "Ray is placing it"
 
 

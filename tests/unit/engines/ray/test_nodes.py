@@ -30,7 +30,7 @@ def test_waiting_allocation_says_what_it_waits_for():
 
     assert why(labels={"market": "od"}) == "none of 3 nodes has the labels market=od"
     assert why(gpus=8.0) == "no node has CPU 1, GPU 8"
-    assert why(gpus=2.0) == "CPU 1, GPU 2 is in use on all 1 nodes that have it"
+    assert why(gpus=2.0) == "CPU 1, GPU 2 is in use on the only node that has it"
     assert why(cpus=4.0) == "Ray is placing it"
     assert why(cpus=0.0) == "Ray is placing it"
 
@@ -47,7 +47,7 @@ def test_capacity_counts_allocations_by_kind_of_node():
 
 def test_capacity_of_full_and_unfit_nodes_says_why():
     (big, head) = ray_nodes.capacity(RayOptions(gpus=2.0, cpus=0.0), [BIG, HEAD])
-    assert (big.count, big.why.partition(";")[0]) == (0, "GPU 2 is in use on all 1 nodes that have it")
+    assert (big.count, big.why.partition(";")[0]) == (0, "GPU 2 is in use on the only node that has it")
     assert (head.count, head.why.partition(";")[0]) == (0, "no node has GPU 2")
 
 

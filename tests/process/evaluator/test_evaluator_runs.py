@@ -185,7 +185,7 @@ def test_nan_score_is_no_improvement(tmp_path: Path) -> None:
         tmp_path, "1", OFTEN, epochs=2500, pause_s=0.01, hold=6, bad="nan", best="max:peak", patience=2
     ) as run:
         run.finish()
-        assert "stopped early: peak was no number in 2 evaluations" in run.output
+        assert "stopped early: peak was not a number in 2 evaluations" in run.output
 
 
 def scrape(run: EvaluatedRun) -> str:

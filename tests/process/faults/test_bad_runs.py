@@ -96,7 +96,7 @@ def start_impostor(run: CheckedRun, changes: dict[str, str]) -> subprocess.Compl
         env={**run.environ, **ours},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=590,
         check=False,
     )
 

@@ -3,9 +3,10 @@
 setup:  ## make .venv with everything a developer needs
 	scripts/setup dev docs
 
-lint: setup  ## format, lint and the arrows between the rooms
+lint: setup  ## format, lint, prose and the arrows between the folders
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
+	.venv/bin/python scripts/check_prose.py
 	.venv/bin/lint-imports
 
 type: setup  ## mypy --strict

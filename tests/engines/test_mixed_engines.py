@@ -125,7 +125,7 @@ def test_run_moves_from_slurm_to_ray_to_ssh_without_losing_a_step(clusters: AllE
     run = Moving(tmp_path, clusters, "dead,slurm,rays,lab", epochs=80, pause_s=0.05)
     try:
         run.until_on("slurm", "slurm")
-        assert "pool dead cannot be reached" in run.output
+        assert "pool dead is unreachable" in run.output
         clusters.slurm.ask("scontrol", "update", "NodeName=n1,n2,n3", "State=DRAIN", "Reason=taken away")
         clusters.slurm.ask("scancel", f"--user={os.getuid()}")
         run.until_on("rays", "rays")

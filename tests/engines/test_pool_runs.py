@@ -180,7 +180,7 @@ def test_killed_coordinator_adopts_its_allocations(tmp_path: Path) -> None:
         run.service_process("coordinator").kill()
         step = run.step()
         run.until_step(step + 30)
-        run.until(lambda: run.pools()["spot"]["here"] == 2, "both to be known again")
+        run.until(lambda: run.pools()["spot"]["running"] == 2, "both to be known again")
         assert {name: process.pid for name, process in run.agents().items()} == before
         run.kill(next(iter(run.pids())))
         run.until_step(run.step() + 10)

@@ -130,7 +130,7 @@ def test_run_moves_from_slurm_to_ray_to_ssh_without_losing_a_step(clusters: AllE
         clusters.slurm.ask("scancel", f"--user={os.getuid()}")
         run.until_on("rays", "rays")
         clusters.slurm.stop_controller()
-        run.until(lambda: "pool slurm cannot be reached" in run.output, "the loss of the controller to be seen")
+        run.until(lambda: "pool slurm is unreachable" in run.output, "the loss of the controller to be seen")
         for left in (1, 0):
             clusters.ray.raylets()[0].kill()
             run.until_on(*left * ["rays"], *(2 - left) * ["lab"])

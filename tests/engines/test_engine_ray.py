@@ -252,8 +252,12 @@ def test_nothing_that_an_allocation_started_outlives_it(lone: Lone, how: str) ->
 
 
 def started(command: str) -> list[psutil.Process]:
-    """Return the processes with this command line."""
-    return [one for one in psutil.process_iter(["cmdline"]) if " ".join(one.info["cmdline"] or ()) == command]
+    """Return the running processes with this command line; one that waits to be reaped has ended."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "status"])
+        if " ".join(process.info["cmdline"] or ()) == command and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def test_allocation_of_a_dead_process_is_found_and_not_started_twice(lone: Lone) -> None:

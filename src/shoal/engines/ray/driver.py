@@ -176,11 +176,14 @@ def _has_died(home: Path) -> bool:
 
 
 def _identity(pid: int) -> list[Any]:
-    """Return what identifies a process on any node that shares the disk: node, boot, pid and start time."""
-    try:
-        started = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-    except OSError:
-        started = ""
+    """Return what identifies a process on any node that shares the disk: node, boot, pid and start time.
+
+    The start time is empty if the process has ended, even if nobody has reaped it yet.
+    """
+    started = ""
+    with contextlib.suppress(OSError):
+        fields = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+        started = "" if fields[0] in "ZX" else fields[19]
     return [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip(), pid, started]
 
 

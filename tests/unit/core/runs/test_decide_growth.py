@@ -97,6 +97,8 @@ def steps_of(action: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 counts no opcodes unless a frame asked for them before tracing begins.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         action()

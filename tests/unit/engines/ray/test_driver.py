@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +28,10 @@ def test_identity_distinguishes_processes() -> None:
     node, boot, pid, started = driver._identity(os.getpid())
     assert (pid, started != "", boot != "", node != "") == (os.getpid(), True, True, True)
     assert driver._identity(2**22 + 1)[3] == ""
+
+
+def test_process_that_nobody_reaped_counts_as_dead() -> None:
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert Path("/proc", str(process.pid), "stat").exists()
+        assert driver._identity(process.pid)[3] == ""

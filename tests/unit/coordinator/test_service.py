@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.coordinator.service import CoordinatorService
+from tests.unit.coordinator.stage import open_service
+
 from shoal.core.runs.events import RunCreated
 from shoal.core.runs.spec import RunSpec
 from shoal.errors import JournalUnwritable
 from shoal.store.journal import Journal
-from shoal.store.sqlite_views import SqliteViews
 
 CREATED = RunCreated(RunSpec("r", ("t.py",), "/", (1, 1)), {"tensorboard": False})
-
-
-def open_service(path: Path) -> CoordinatorService:
-    return CoordinatorService(path, Journal(path), SqliteViews(path), "c")
 
 
 def test_replay_restores_the_runs_and_records_the_restart(tmp_path: Path) -> None:

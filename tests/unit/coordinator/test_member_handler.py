@@ -1,0 +1,99 @@
+"""Messages of members become events of their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.coordinator.stage import create_run, member_connection, member_hello, open_service, sent
+
+from shoal.coordinator.member_handler import MemberHandler
+from shoal.coordinator.service import CoordinatorService
+from shoal.store import journal
+from shoal.wire import member_messages as ms
+from shoal.wire.protocol import RejectedMsg
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[CoordinatorService]:
+    service = open_service(tmp_path)
+    create_run(service, low=1, high=1)
+    yield service
+    service.close()
+
+
+def kinds(service: CoordinatorService) -> list[str]:
+    return [entry.kind for entry in journal.read(service.directory / journal.FILE)]
+
+
+def test_hello_is_journaled_before_the_welcome(service: CoordinatorService) -> None:
+    connection = member_connection()
+    MemberHandler(service).on_message(connection, member_hello())
+    assert kinds(service)[-1] == "MemberConnected"
+    welcome = sent(connection)[0]
+    assert isinstance(welcome, ms.WelcomeMsg)
+    assert (welcome.lease_s, welcome.heartbeat_s, welcome.started) == (3.0, 0.5, False)
+    assert service.live.run("r-1").connections["local/0"] is connection
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        ({"run": "r-2"}, "S203"),
+        ({"version": "0.0.0"}, "S202"),
+        ({"member": "a\nb"}, "S208"),
+        ({"member": "x" * 300}, "S208"),
+        ({"member": "local/0", "role": "evaluator"}, "S208"),
+    ],
+)
+def test_hello_that_does_not_fit_is_rejected_and_not_journaled(
+    service: CoordinatorService, hello: dict[str, Any], code: str
+) -> None:
+    connection, before = member_connection(), kinds(service)
+    MemberHandler(service).on_message(connection, member_hello(**hello))
+    (rejected,) = sent(connection)
+    assert isinstance(rejected, RejectedMsg)
+    assert rejected.code == code
+    assert (connection.closed, kinds(service)) == (True, before)
+
+
+def test_first_message_must_be_a_hello(service: CoordinatorService) -> None:
+    connection = member_connection()
+    MemberHandler(service).on_message(connection, ms.ReadyMsg("model", None))
+    assert [type(message) for message in sent(connection)] == [RejectedMsg]
+
+
+def test_ready_member_gets_a_world_and_its_heartbeat_renews_the_lease(service: CoordinatorService) -> None:
+    handler, connection = MemberHandler(service), member_connection()
+    handler.on_message(connection, member_hello())
+    handler.on_message(connection, ms.ReadyMsg("model", None))
+    entered = [message for message in sent(connection) if isinstance(message, ms.EnterWorldMsg)]
+    assert [seat.member for seat in entered[0].world.seats] == ["local/0"]
+    before = service.live.run("r-1").leases["local/0"].at
+    handler.on_message(connection, ms.HeartbeatMsg(entered[0].world.number, 5, "compute", 0.0, loss=0.5))
+    lease = service.live.run("r-1").leases["local/0"]
+    assert (lease.step, lease.at >= before) == (5, True)
+    assert kinds(service)[-2:] == ["ProgressRecorded", "ProgressMeasured"]
+
+
+def test_member_that_left_is_told_once_that_it_is_out(service: CoordinatorService) -> None:
+    handler, connection = MemberHandler(service), member_connection()
+    handler.on_message(connection, member_hello())
+    handler.on_message(connection, ms.LeftMsg(None))
+    for _ in range(2):
+        handler.on_message(connection, ms.HeartbeatMsg(None, None, "compute", 0.0))
+    assert "local/0" not in service.state.runs["r-1"].membership.members
+    assert connection.evicted
+
+
+def test_closed_connection_is_recorded_unless_the_member_is_back(service: CoordinatorService) -> None:
+    handler, first, second = MemberHandler(service), member_connection(), member_connection()
+    handler.on_message(first, member_hello())
+    handler.on_message(second, member_hello())
+    handler.on_close(first)
+    assert first.closed
+    assert "MemberDisconnected" not in kinds(service)
+    handler.on_close(second)
+    assert kinds(service)[-1] == "MemberDisconnected"

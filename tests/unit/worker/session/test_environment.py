@@ -21,11 +21,15 @@ def test_without_a_coordinator_it_is_a_run_of_one() -> None:
 
 
 def test_a_member_learns_who_it_is() -> None:
-    found = read(STARTED | {"SHOAL_SETTINGS": '{"checkpoint.every_s": 5, "exchange": "ring"}'})
-    assert found is not None
-    assert (found.member, found.host, found.run_dir) == ("lab1/0", "127.0.0.1", "runs/r1")
-    assert found.settings == {"checkpoint.every_s": 5, "exchange": "ring"}
-    assert (found.values.checkpoint_every_s, found.values.exchange, found.values.lease_s) == (5.0, "ring", 3.0)
+    environment = read(STARTED | {"SHOAL_SETTINGS": '{"checkpoint.every_s": 5, "exchange": "ring"}'})
+    assert environment is not None
+    assert (environment.member, environment.host, environment.run_dir) == ("lab1/0", "127.0.0.1", "runs/r1")
+    assert environment.settings == {"checkpoint.every_s": 5, "exchange": "ring"}
+    assert (environment.values.checkpoint_every_s, environment.values.exchange, environment.values.lease_s) == (
+        5.0,
+        "ring",
+        3.0,
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(STARTED) - {"SHOAL_URL"}))

@@ -178,7 +178,7 @@ def _has_died(home: Path) -> bool:
 def _identity(pid: int) -> list[Any]:
     """Return what identifies a process on any node that shares the disk: node, boot, pid and start time.
 
-    The start time is empty if the process has ended, even if nobody has reaped it yet.
+    The start time is empty if the process has ended, even if its parent has not reaped it yet.
     """
     started = ""
     with contextlib.suppress(OSError):

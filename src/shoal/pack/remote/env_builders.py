@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -50,6 +51,7 @@ INDEX_OPTION = re.compile(r"(-i|-f|--(index-url|extra-index-url|find-links|no-in
 HASHED = re.compile(r"--hash[= ]|--require-hashes")
 DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 PRINT_SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+PRINT_BUILD = "import sys, sysconfig; print(sys.version, sysconfig.get_config_var('SOABI'))"
 PRINT_SYS_PATH = "import json, sys; print(json.dumps(sys.path))"
 
 
@@ -85,7 +87,8 @@ class EnvironmentBuilder:
         system = [platform.machine(), *platform.libc_ver()]
         if self._recipe["kind"] == "archive":
             return system
-        return [*system, os.path.realpath(self._python()), sys.version, str(sysconfig.get_config_var("SOABI"))]
+        python = self._python()
+        return [*system, os.path.realpath(python), _build_of(python)]
 
     # --- builders: each fills a folder and returns the interpreter in it
 
@@ -231,6 +234,14 @@ class EnvironmentBuilder:
         with open(os.path.join(folder, "python"), "w") as file:
             file.write(os.path.relpath(python, folder))
         shutil.rmtree(os.path.join(folder, "tmp"), ignore_errors=True)
+
+
+def _build_of(python: str) -> str:
+    """Return version and ABI of an interpreter; it is asked itself unless it is the one that runs this."""
+    if python == sys.executable:
+        return f"{sys.version} {sysconfig.get_config_var('SOABI')}"
+    done = subprocess.run([python, "-c", PRINT_BUILD], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
+    return done.stdout.decode(errors="replace").strip()
 
 
 def _requirement_lines(sources: str) -> list[str]:

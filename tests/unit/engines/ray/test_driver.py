@@ -30,7 +30,7 @@ def test_identity_distinguishes_processes() -> None:
     assert driver._identity(2**22 + 1)[3] == ""
 
 
-def test_process_that_nobody_reaped_counts_as_dead() -> None:
+def test_process_that_was_not_reaped_counts_as_dead() -> None:
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert Path("/proc", str(process.pid), "stat").exists()

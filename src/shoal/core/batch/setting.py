@@ -26,7 +26,8 @@ def resolve_batch(text: str, size: int, samples: int) -> BatchSetting:
     The text is empty, a number, ``auto``, or with bounds ``auto:32:1024``. Without bounds, `auto` stays between a
     quarter and sixteen times the size, and leaves every epoch at least four steps. Raises `BadSize` for other texts.
     """
-    kind, _, rest = text.strip().partition(":")
+    text = text.strip()
+    kind, _, rest = text.partition(":")
     if not kind:
         return BatchSetting(size)
     if kind != "auto":

@@ -9,7 +9,7 @@ far, export the model if it is better, and report the result to the coordinator.
 - The best score lives in the coordinator's journal, so a restarted evaluator continues the comparison. Scores under
   another `best=` do not compare and are ignored.
 - Early stopping is decided by the coordinator, which counts the evaluations without improvement (`patience`).
-- A report is repeated on every reconnect until the coordinator has confirmed its step (see `EvaluatorClient`).
+- Reports are kept, and repeated on every reconnect, until the coordinator has confirmed them (see `EvaluatorClient`).
 - When training has finished, the trainers leave a final checkpoint (`TrainingState.at_end`), and the evaluator exits
   once that is evaluated and confirmed. "Finished" is read before the newest checkpoint is looked up: in the other order
   the final checkpoint could appear in between and be missed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 
 from shoal import exit_codes
 from shoal.core.world import Address
@@ -52,6 +53,10 @@ class EvaluatorSession(StandaloneSession):
 class EvaluatorClient(CoordinatorClient):
     """Connection of an evaluator to the coordinator.
 
+    Reports go one at a time: the next is sent when the coordinator has confirmed the one before, and a report that was
+    not confirmed is sent again after every hello. So each one arrives, in order, however often the connection breaks;
+    and as the coordinator compares a report with the last one only, none counts twice.
+
     `announced` is the step of the last checkpoint that trainers reported, with the time it was heard of.
     """
 
@@ -65,7 +70,7 @@ class EvaluatorClient(CoordinatorClient):
         self.address = Address(environment.host, 0)
         self.announced: tuple[int, float] | None = None
         self._evaluation_status: messages.EvaluationStatusMsg | None = None
-        self._unconfirmed: messages.EvaluatedMsg | None = None
+        self._unconfirmed: deque[messages.EvaluatedMsg] = deque()
         self._uplink.open()
 
     @property
@@ -84,17 +89,16 @@ class EvaluatorClient(CoordinatorClient):
             return self._evaluation_status
 
     def report(self, result: messages.EvaluatedMsg) -> None:
-        """Send an evaluation; it is repeated on every reconnect until the coordinator confirms it."""
+        """Send an evaluation, after those that the coordinator has not confirmed yet."""
         with self._changed:
-            self._unconfirmed = result
-            self._send(result)
+            self._unconfirmed.append(result)
+            if len(self._unconfirmed) == 1:
+                self._send(result)
 
     def wait_until_confirmed(self) -> None:
-        """Block until the coordinator has confirmed the last report, or this process has to leave."""
+        """Block until the coordinator has confirmed every report, or this process has to leave."""
         with self._changed:
-            self._wait_until(
-                lambda: self._unconfirmed is None or self._leaving is not None, "the coordinator to answer"
-            )
+            self._wait_until(lambda: not self._unconfirmed or self._leaving is not None, "the coordinator to answer")
 
     def pause(self, seconds: float) -> None:
         """Block until a message arrives, but at most `seconds`; raise MemberExit if this process has to leave."""
@@ -120,14 +124,16 @@ class EvaluatorClient(CoordinatorClient):
         self._uplink.close()
 
     def _hello(self) -> list[Message]:
-        return super()._hello() + ([self._unconfirmed] if self._unconfirmed is not None else [])
+        return [*super()._hello(), *list(self._unconfirmed)[:1]]
 
     # --- messages, in the uplink's thread
 
     def _on_evaluation_status(self, message: messages.EvaluationStatusMsg) -> None:
         self._evaluation_status = message
-        if self._unconfirmed is not None and message.step == self._unconfirmed.step:
-            self._unconfirmed = None
+        if self._unconfirmed and message.step == self._unconfirmed[0].step:
+            self._unconfirmed.popleft()
+            if self._unconfirmed:
+                self._send(self._unconfirmed[0])
 
     def _on_checkpoint_written(self, message: messages.CheckpointWrittenMsg) -> None:
         self.announced = (message.step, time.monotonic())

@@ -257,10 +257,10 @@ class ReplicatedParts:
 
     def _wait_for_acknowledgement(self, part: ReplicatedPart, replica: ReplicaSender, pending: PendingUpdate) -> bool:
         """Block until the replica has the update or no longer counts; return False if this server is replaced."""
+        if not pending.required:
+            return True
         name = replica.seat.member
         while not pending.done.wait(0.05):
-            if not replica.complete:
-                return True
             if not self._is_primary(part):
                 return False
         if not pending.failed or not replica.complete:

@@ -1,4 +1,14 @@
-"""Replication of one part to one other server."""
+"""Replication of one part to one other server.
+
+A new replica, a *learner*, gets a copy of the part and then the updates since. When none is left it is *complete*: from
+then on the primary acknowledges no update that the replica has not applied. Whether an update must be waited for is
+decided when it is queued, under the sender's own lock (`_guard`), and the replica becomes complete under the same lock
+when its queue is empty. So an update is either acknowledged before the replica counts, or waited for; and the sender's
+thread never needs the part's lock for that, whose holder may be waiting for this very thread.
+
+A learner that is slower than the trainers would never catch up, and its queue would fill the memory: beyond
+`MAX_BACKLOG` updates the primary waits for it too. If it does not answer at all, the coordinator's lease ends the wait.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +25,22 @@ from shoal.worker.parameter_server.rpc import InstallReplica, ReplicateUpdate
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.sockets import disown, shut
 
+# Updates that may be on their way to a learner before the primary waits for it.
+MAX_BACKLOG = 16
+
 Connect = Callable[[Seat, threading.Event], socket.socket]
 
 
 @dataclass(eq=False, slots=True)
 class PendingUpdate:
-    """Update on its way to a replica; `done` is set when it is acknowledged or has `failed`."""
+    """Update on its way to a replica; `done` is set when it is acknowledged or has `failed`.
+
+    The primary waits for it if it is `required`.
+    """
 
     call: ReplicateUpdate
     body: memoryview
+    required: bool
     done: threading.Event = field(default_factory=threading.Event)
     failed: str = ""
 
@@ -32,7 +49,7 @@ class ReplicaSender:
     """Sends the updates of a part to one other server, in a thread of its own; they are acknowledged in order.
 
     A `complete` replica has all that the primary has, and from then on no update counts that it did not apply. Until
-    then it is given a copy and the updates since, and no thread waits for it.
+    then it is given a copy and the updates since, and no thread waits for it unless it falls far behind.
     """
 
     def __init__(
@@ -64,8 +81,8 @@ class ReplicaSender:
     def put(self, update: bytes, version: int, body: memoryview) -> PendingUpdate:
         """Queue an update; call it under the part's lock."""
         call = ReplicateUpdate(self._part.generation, self._part.number, self._number, version, update)
-        pending = PendingUpdate(call, body)
         with self._guard:
+            pending = PendingUpdate(call, body, required=self.complete or self._queue.qsize() >= MAX_BACKLOG)
             if self.failed:
                 pending.failed = self.failed
                 pending.done.set()
@@ -118,9 +135,7 @@ class ReplicaSender:
         self._call(sock, InstallReplica(part.generation, part.number, self._number, version, meta, sizes), buffers)
 
     def _complete_if_caught_up(self) -> None:
-        if self.complete:
-            return  # without taking the lock, whose holder may be waiting for us
-        with self._part.lock:
+        with self._guard:
             if self.complete or not self._queue.empty() or self._cancelled.is_set():
                 return
             self.complete = True

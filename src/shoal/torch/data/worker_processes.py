@@ -240,7 +240,7 @@ class _WorkerDataset:
         try:
             return self._source.read(key, watch)
         except SampleFailed as error:
-            return WorkerError(error, tuple(error.__notes__))
+            return WorkerError(error, tuple(getattr(error, "__notes__", ())))
         finally:
             self._reading[info.id] = -1
 

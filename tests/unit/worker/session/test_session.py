@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from tests.unit.worker.session.recorded import RecordedSession, recorded_session, world
 
-from shoal.core.world import Address, Seat, World
-from shoal.settings import RunSettings
 from shoal.wire import member_messages as messages
-from shoal.worker.session import member_worlds
-from shoal.worker.session.environment import MemberEnvironment
 from shoal.worker.session.pending_worlds import PendingWorld
-from shoal.worker.session.session import Session
-from shoal.worker.session.uplink import MemberUplink
-
-NAMES = ("local/0", "local/1", "local/2")
-ADDRESS = Address("127.0.0.1", 9)
-
-
-def world(number: int, size: int) -> World:
-    return World(number, tuple(Seat(name, "1", ADDRESS) for name in NAMES[:size]), 0)
-
-
-class RecordedSession(Session):
-    """A session without network, which records the messages it sends and the worlds it connects."""
-
-    def __init__(self, environment: MemberEnvironment) -> None:
-        self.sent: list[Any] = []
-        self.connected: list[tuple[int, int | None]] = []
-        super().__init__(environment)
-        pending: Any = self._pending_worlds
-        pending.connect = lambda world, after: self.connected.append((world.number, after))
-
-    def _send(self, message: Any) -> None:
-        self.sent.append(message)
 
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedSession:
     """Return a member of world 3, step 18, that has announced world 4, as all others have."""
-    (tmp_path / "token").write_text("token")
-    monkeypatch.setattr(MemberUplink, "open", lambda _self: None)
-    monkeypatch.setattr(
-        member_worlds, "Peers", lambda *_, **__: SimpleNamespace(address=ADDRESS, end_worlds=lambda _number: None)
-    )
-    environment = MemberEnvironment(
-        "http://127.0.0.1:9", str(tmp_path / "token"), "r", "local/0", "1", "127.0.0.1", {}, RunSettings(), "/runs/r"
-    )
-    session = RecordedSession(environment)
+    session = recorded_session(tmp_path, monkeypatch)
     session.world, session.step = world(3, 2), 18
     session._prepared = session._announced = PendingWorld(world(4, 2), None, 3)
     session._agreed_world = 4

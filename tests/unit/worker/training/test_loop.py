@@ -1,0 +1,87 @@
+"""The training loop without a framework: steps, micro-batches, out of memory, and what ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.unit.worker.training.small_loop import SmallLoop, small_loop
+
+from shoal.core.step_report import StepReport
+from shoal.errors import MembersDiverged
+from shoal.worker.training.loop import mentions_out_of_memory, step_seed
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> SmallLoop:
+    return small_loop(str(tmp_path))
+
+
+def test_every_step_is_given_out_once_and_committed(loop: SmallLoop) -> None:
+    steps = []
+    for step in loop.train(loop.feed, "f", seed=7):
+        loop.finish_micro_batch()
+        steps.append((step, loop.committed))
+    assert steps == [(step, True) for step in range(5)]
+    assert loop.seeds == [step_seed(7, step, 0) for step in range(5)]
+    assert not loop.looping
+    assert not loop.feed.open
+
+
+def test_body_runs_once_for_every_micro_batch_and_only_the_last_commits(loop: SmallLoop) -> None:
+    loop.feed.micro_batch_size = 2
+    committed = []
+    for _ in loop.train(loop.feed, "f", seed=7):
+        loop.finish_micro_batch()
+        committed.append(loop.committed)
+    assert committed == [False, True] * 5
+
+
+def test_step_that_ran_out_of_memory_is_repeated_with_smaller_micro_batches(loop: SmallLoop) -> None:
+    given = []
+    for step in loop.train(loop.feed, "f", seed=7):
+        given.append((step, loop.micro_batch_samples))
+        if len(given) == 1:
+            loop.on_out_of_memory(MemoryError())
+        else:
+            loop.finish_micro_batch()
+    assert given[:3] == [(0, 4), (0, 2), (0, 2)]
+    assert len(given) == 11
+    assert loop.undone == 1
+
+
+def test_memory_error_that_no_smaller_micro_batch_can_avoid_is_raised(loop: SmallLoop) -> None:
+    loop.feed.micro_batch_size = 1
+    error = MemoryError("one sample is too large")
+    next(iter(loop.train(loop.feed, "f", seed=7)))
+    with pytest.raises(MemoryError, match="one sample"):
+        loop.on_out_of_memory(error)
+
+
+def test_body_that_skips_its_micro_batch_is_an_error(loop: SmallLoop) -> None:
+    with pytest.raises(RuntimeError, match="did nothing"):
+        for _ in loop.train(loop.feed, "f", seed=7):
+            pass
+    assert not loop.feed.open
+
+
+def test_reports_of_different_steps_end_the_training(loop: SmallLoop) -> None:
+    for _ in loop.train(loop.feed, "f", seed=7):
+        loop.finish_micro_batch()
+    assert loop.current is not None
+    loop.current.reports = (StepReport(4, 2), StepReport(5, 2))
+    with pytest.raises(MembersDiverged):
+        loop._check_reports(loop.current)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError("Cannot allocate memory"), False),
+    ],
+)
+def test_out_of_memory_is_told_from_other_errors(error: Exception, is_memory: bool) -> None:
+    assert mentions_out_of_memory(error) == is_memory

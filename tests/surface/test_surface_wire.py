@@ -1,6 +1,7 @@
 """Message types, the HTTP API's structs, and settings."""
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable
 
@@ -34,7 +35,7 @@ def show(hint: object) -> str:
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     for module in MODULES:
         text = text.replace(module, "")
-    return text
+    return re.sub(r"Optional\[(\w+)\]", r"\1 | None", text)
 
 
 def test_message_types_are_frozen(frozen: Callable[[str, str], None]) -> None:

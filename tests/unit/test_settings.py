@@ -33,6 +33,12 @@ def test_names_and_variables_are_unique() -> None:
         ("exchange", "carrier-pigeon", "expected auto, ring, gloo or nccl"),
         ("ports", "5-3", "expected a range of ports from 1 to 65535, such as 29400-29499"),
         ("ports", "many", "expected a range of ports from 1 to 65535, such as 29400-29499"),
+        ("ports", "1-99999999999999999999", "expected a range of ports from 1 to 65535, such as 29400-29499"),
+        ("lease_s", "inf", "expected a number ≤ 1e+09 and > 0"),
+        ("checkpoint.every_s", float("nan"), "expected a number ≤ 1e+09 and ≥ 0"),
+        ("notice.grace_s", 1e30, "expected a number ≤ 1e+09 and ≥ 0"),
+        ("checkpoint.keep", 1 << 63, "expected an integer ≤ 9.0072e+15 and ≥ 1"),
+        ("servers", 10**9, "expected an integer ≥ 1 and ≤ 256"),
         ("ports", "0-70000", "expected a range of ports from 1 to 65535, such as 29400-29499"),
     ],
 )
@@ -54,3 +60,10 @@ def test_unknown_setting_of_a_run_is_answered_with_the_similar_one() -> None:
     with pytest.raises(BadSettings, match="unknown setting 'lease'") as caught:
         shoal_settings.parse_settings({"lease": 3})
     assert caught.value.do == "did you mean lease_s?"
+
+
+def test_lease_that_is_too_short_for_its_heartbeats_is_refused() -> None:
+    with pytest.raises(BadSettings, match=r"lease_s=0.5 is too short for heartbeat_s=0.5") as caught:
+        shoal_settings.parse_settings({"lease_s": 0.5})
+    assert caught.value.do == "set heartbeat_s=0.25 or less, or lease_s=1 or more"
+    assert shoal_settings.parse_settings({"lease_s": 0.5, "heartbeat_s": 0.1}).lease_s == 0.5

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.core import validation
 from shoal.core.world import Seat
 
 LEDGER = 0
@@ -29,6 +30,10 @@ class PartAssignment:
     learner: str = ""
     since: int = 0
     handing_off: bool = False
+
+    def __post_init__(self) -> None:
+        validation.check_names(self.primary, self.backup, self.learner)
+        validation.check_counts(self.since)
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -49,6 +54,10 @@ class Placement:
     servers: tuple[Seat, ...]
     assignments: tuple[PartAssignment, ...]
     fresh: bool = False
+
+    def __post_init__(self) -> None:
+        validation.check_counts(self.number, self.generation)
+        validation.check_length(self.servers, self.assignments)
 
     def seat_of(self, member: str) -> Seat | None:
         """Return the seat of a server, None if it has none."""

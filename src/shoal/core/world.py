@@ -1,8 +1,16 @@
-"""World: which members take part in the training, with which rank, and which rank sends the state to which."""
+"""World: which members take part in the training, with which rank, and which rank sends the state to which.
+
+These values arrive from other processes, so they check their own bounds.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from shoal.core import validation
+
+MAX_HOSTS = 64
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +20,11 @@ class Address:
     host: str
     port: int
     others: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        validation.check_counts(self.port, most=MAX_PORT)
+        validation.check_length(self.others, most=MAX_HOSTS)
+        validation.check_names(self.host, *self.others)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -27,6 +40,10 @@ class Seat:
     incarnation: str
     address: Address
     speed: float = 0.0
+
+    def __post_init__(self) -> None:
+        validation.check_names(self.member, self.incarnation)
+        validation.check_amount(self.speed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,11 @@ class World:
     fresh: bool = False
     sources: dict[int, int] = field(default_factory=dict)
     catching_up: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        validation.check_counts(self.number, self.step)
+        validation.check_length(self.seats, self.sources, self.catching_up)
+        validation.check_counts(*self.sources, *self.sources.values(), *self.catching_up, most=len(self.seats))
 
     @property
     def size(self) -> int:

@@ -26,6 +26,10 @@ BUILT_IN = {
     "ray": "shoal.engines.ray.engine:Ray",
 }
 
+MAX_MACHINES = 1_000_000
+MAX_PRICE = 1e12
+MAX_WAIT_S = 1e9
+
 Table = Mapping[str, Any]
 
 
@@ -33,11 +37,13 @@ class PoolConfig(msgspec.Struct, frozen=True):
     """Keys that every pool accepts, whatever its engine."""
 
     engine: str
-    limit: Annotated[int, Meta(ge=0, description="most machines at a time")] = 8
-    slots: Annotated[int, Meta(ge=1, description="members on each machine")] = 1
-    price: Annotated[float, Meta(ge=0, description="of a machine per hour, in any currency")] = 0.0
-    instead: Annotated[float, Meta(ge=0, description="price of a machine that is not preempted")] = 0.0
-    wait_s: Annotated[float, Meta(gt=0, description="time to wait for a machine before trying the next pool")] = 60.0
+    limit: Annotated[int, Meta(ge=0, le=MAX_MACHINES, description="most machines at a time")] = 8
+    slots: Annotated[int, Meta(ge=1, le=MAX_MACHINES, description="members on each machine")] = 1
+    price: Annotated[float, Meta(ge=0, le=MAX_PRICE, description="of a machine per hour, in any currency")] = 0.0
+    instead: Annotated[float, Meta(ge=0, le=MAX_PRICE, description="price of a machine that is not preempted")] = 0.0
+    wait_s: Annotated[
+        float, Meta(gt=0, le=MAX_WAIT_S, description="time to wait for a machine before trying the next pool")
+    ] = 60.0
     labels: Annotated[Mapping[str, str], Meta(description="labels of its machines, for --where")] = msgspec.field(
         default_factory=dict
     )

@@ -8,9 +8,12 @@ knows.
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Annotated, Union
+
+from msgspec import Meta
 
 from shoal.core.runs.spec import MachineInfo
+from shoal.wire.limits import MAX_ITEMS, Amount, Bytes, Count, Integer, Labels, Name, Seconds, Text, Texts
 from shoal.wire.machine_check import CheckRequest, CheckResult
 from shoal.wire.protocol import Message, RejectedMsg
 
@@ -24,29 +27,29 @@ class AgentHelloMsg(Message, frozen=True):
     started, as (run, member, incarnation), so that a restarted coordinator does not start them twice.
     """
 
-    protocol: int
-    version: str
-    agent: str
+    protocol: Count
+    version: Name
+    agent: Name
     machine: MachineInfo
-    pid: int
-    slots: int | None
-    members: tuple[tuple[str, str, str], ...] = ()
+    pid: Count
+    slots: Count | None
+    members: Annotated[tuple[tuple[Name, Name, Name], ...], Meta(max_length=MAX_ITEMS)] = ()
 
 
 class AgentHeartbeatMsg(Message, frozen=True):
     """Sign of life with the machine's load; the coordinator closes a connection that is silent for ten seconds."""
 
-    load: float
-    memory_free_bytes: int
+    load: Amount
+    memory_free_bytes: Bytes
 
 
 class MemberStartedMsg(Message, frozen=True):
     """Answer to StartMemberMsg: the process exists; `warm` says whether it was forked from the warm process."""
 
-    run: str
-    member: str
-    incarnation: str
-    pid: int
+    run: Name
+    member: Name
+    incarnation: Name
+    pid: Count
     warm: bool
 
 
@@ -56,35 +59,35 @@ class MemberExitedMsg(Message, frozen=True):
     `cause` is done, user, infrastructure, preempted, asked or refused (`core/exit_causes`).
     """
 
-    run: str
-    member: str
-    incarnation: str
-    exit_code: int | None
-    signal: int | None
-    cause: str
-    detail: str = ""
+    run: Name
+    member: Name
+    incarnation: Name
+    exit_code: Integer | None
+    signal: Integer | None
+    cause: Text
+    detail: Text = ""
 
 
 class MachineNoticeMsg(Message, frozen=True):
     """The machine shuts down in `within_s` seconds; the coordinator gives notice to every member on it."""
 
-    within_s: float
-    source: str
-    detail: str = ""
+    within_s: Seconds
+    source: Name
+    detail: Text = ""
 
 
 class LogLinesMsg(Message, frozen=True):
     """Lines that a member printed, for the coordinator's copy of its log; the full file stays on the machine."""
 
-    run: str
-    member: str
-    lines: tuple[str, ...]
+    run: Name
+    member: Name
+    lines: Texts
 
 
 class CheckResultMsg(Message, frozen=True):
     """Answer to the RunCheckMsg with the same number."""
 
-    number: int
+    number: Count
     finding: CheckResult
 
 
@@ -94,8 +97,8 @@ class CheckResultMsg(Message, frozen=True):
 class AgentWelcomeMsg(Message, frozen=True):
     """Answer to a hello; `heartbeat_s` grows with the number of agents."""
 
-    heartbeat_s: float
-    coordinator: str
+    heartbeat_s: Seconds
+    coordinator: Name
 
 
 class StartMemberMsg(Message, frozen=True):
@@ -105,38 +108,38 @@ class StartMemberMsg(Message, frozen=True):
     own environment. `project` is the hash of the project that replaces `cwd` on a machine that does not share its disk.
     """
 
-    run: str
-    member: str
-    incarnation: str
-    argv: tuple[str, ...]
-    cwd: str
-    env: dict[str, str]
+    run: Name
+    member: Name
+    incarnation: Name
+    argv: Texts
+    cwd: Text
+    env: Labels
     module: bool = False
     restart: bool = False
-    project: str = ""
+    project: Name = ""
 
 
 class StopMemberMsg(Message, frozen=True):
     """Send SIGTERM to a member, then after `grace_s` seconds SIGKILL to its whole process tree."""
 
-    run: str
-    member: str
-    incarnation: str
-    grace_s: float
-    reason: str
+    run: Name
+    member: Name
+    incarnation: Name
+    grace_s: Seconds
+    reason: Text
 
 
 class RunCheckMsg(Message, frozen=True):
     """Examine this machine, or the connection to another one, and answer CheckResultMsg (`shoal doctor POOL`)."""
 
-    number: int
+    number: Count
     question: CheckRequest
 
 
 class ShutDownMsg(Message, frozen=True):
     """Stop every member and exit."""
 
-    reason: str
+    reason: Text
 
 
 FromAgent = Union[

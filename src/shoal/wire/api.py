@@ -7,41 +7,63 @@ of the pools' prices. `docs/reference/http.md` lists the paths.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from shoal.core.runs.spec import RoleSpec as RoleSpec
 from shoal.core.runs.spec import RunSpec as RunSpec
 from shoal.core.runs.spec import StoryLine as StoryLine
+from shoal.wire.limits import (
+    MAX_FILES,
+    MAX_ITEMS,
+    MAX_NAME,
+    Bytes,
+    Count,
+    EpochSeconds,
+    Integer,
+    Labels,
+    Measurement,
+    Metrics,
+    Name,
+    Names,
+    Real,
+    Seconds,
+    SettingValues,
+    Text,
+    Texts,
+)
 
 
 class SubmitRole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A `RoleSpec` as a client sends it."""
 
-    count: int = 1
-    cpus: int = 0
-    memory_bytes: int = 0
-    on: tuple[str, ...] = ()
-    where: dict[str, str] = {}
+    count: Count = 1
+    cpus: Count = 0
+    memory_bytes: Bytes = 0
+    on: Names = ()
+    where: Labels = {}
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A `RunSpec` as a client sends it."""
 
-    name: str
-    argv: tuple[str, ...]
-    cwd: str
-    members: tuple[int, int]
-    env: dict[str, str] = {}
+    name: Name
+    argv: Texts
+    cwd: Text
+    members: tuple[Count, Count]
+    env: Labels = {}
     module: bool = False
-    settings: dict[str, str | int | float | bool] = {}
-    compat: str = ""
+    settings: SettingValues = {}
+    compat: Name = ""
     resume: bool = False
-    roles: dict[str, SubmitRole] = {}
-    on: tuple[str, ...] = ()
-    project: str = ""
-    priority: int = 0
-    where: dict[str, str] = {}
-    budget: float | None = None
+    roles: Annotated[dict[Name, SubmitRole], Meta(max_length=MAX_NAME)] = {}
+    on: Names = ()
+    project: Name = ""
+    priority: Integer = 0
+    where: Labels = {}
+    budget: Real | None = None
 
     def spec(self) -> RunSpec:
         """Return the run that the client describes."""
@@ -57,52 +79,52 @@ class MemberView(msgspec.Struct, frozen=True):
     the members that it waits for.
     """
 
-    member: str
-    incarnation: str
-    status: str
-    rank: int | None
-    agent: str
-    pid: int
-    host: str
-    step: int | None
-    share: int
-    phase: str
-    phase_age_s: float
-    heartbeat_age_s: float
-    samples_per_s: float
+    member: Name
+    incarnation: Name
+    status: Name
+    rank: Count | None
+    agent: Name
+    pid: Count
+    host: Name
+    step: Count | None
+    share: Count
+    phase: Name
+    phase_age_s: Real
+    heartbeat_age_s: Real
+    samples_per_s: Real
     connected: bool
-    role: str = "trainer"
-    clock: int = 0
-    ahead: int = 0
-    waits_for: tuple[str, ...] = ()
-    data_s: float = 0.0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    exchange_s: float = 0.0
+    role: Name = "trainer"
+    clock: Count = 0
+    ahead: Integer = 0
+    waits_for: Names = ()
+    data_s: Real = 0.0
+    compute_s: Real = 0.0
+    wait_s: Real = 0.0
+    exchange_s: Real = 0.0
 
 
 class AdjustmentView(msgspec.Struct, frozen=True):
     """A change that members made by themselves: `what` is shares, batch or memory, `values` the new figures."""
 
-    what: str
-    step: int
-    values: dict[str, int]
-    reason: str
+    what: Name
+    step: Count
+    values: Annotated[dict[Name, Integer], Meta(max_length=MAX_ITEMS)]
+    reason: Text
 
 
 class EvaluationView(msgspec.Struct, frozen=True):
     """State of the evaluation of a run's checkpoints; `without` counts the evaluations since the best one."""
 
-    step: int
-    metrics: dict[str, float]
-    at: float
-    evaluations: int
-    best: str = ""
-    best_step: int | None = None
-    best_value: float | None = None
-    without: int = 0
-    patience: int | None = None
-    export: str = ""
+    step: Count
+    metrics: Metrics
+    at: EpochSeconds
+    evaluations: Count
+    best: Text = ""
+    best_step: Count | None = None
+    best_value: Real | None = None
+    without: Count = 0
+    patience: Count | None = None
+    export: Text = ""
 
 
 class CostView(msgspec.Struct, frozen=True):
@@ -111,11 +133,11 @@ class CostView(msgspec.Struct, frozen=True):
     `unused` is the cost of machines while they started or stopped; `lost` is how many were lost.
     """
 
-    machine_s: float
-    spent: float
-    saved: float
-    unused: float = 0.0
-    lost: int = 0
+    machine_s: Real
+    spent: Real
+    saved: Real
+    unused: Real = 0.0
+    lost: Count = 0
 
 
 class PoolView(msgspec.Struct, frozen=True):
@@ -125,18 +147,18 @@ class PoolView(msgspec.Struct, frozen=True):
     machine is requested from it now, empty if one would be; `until` is when it is tried again.
     """
 
-    pool: str
-    engine: str
-    limit: int
-    slots: int
-    price_per_h: float
-    running: int
-    waiting: int
-    trouble: str = ""
-    until: float | None = None
+    pool: Name
+    engine: Name
+    limit: Count
+    slots: Count
+    price_per_h: Real
+    running: Count
+    waiting: Count
+    trouble: Text = ""
+    until: EpochSeconds | None = None
     cost: CostView = CostView(0.0, 0.0, 0.0)
-    labels: dict[str, str] = {}
-    leaving: int = 0
+    labels: Labels = {}
+    leaving: Count = 0
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -155,107 +177,107 @@ class RunView(msgspec.Struct, frozen=True):
     and `budget` the limit of the total, None for no limit.
     """
 
-    run: str
-    name: str
-    status: str
-    reason: str
-    since: float
-    started: float
-    ended: float | None
-    exit_code: int | None
-    argv: tuple[str, ...]
-    members_min: int
-    members_max: int
-    world: int | None
-    world_size: int
-    step: int
-    total_steps: int | None
-    epoch: int
-    loss: float | None
-    samples_per_s: float
-    metrics: dict[str, float]
-    members: tuple[MemberView, ...]
-    losses: int
-    joins: int
-    last_change: str
-    checkpoint_step: int | None
-    checkpoint_path: str
-    directory: str
-    batch: int = 0
-    noise: float | None = None
-    idle_before: float | None = None
-    idle_now: float | None = None
-    decided: tuple[AdjustmentView, ...] = ()
+    run: Name
+    name: Name
+    status: Name
+    reason: Text
+    since: EpochSeconds
+    started: EpochSeconds
+    ended: EpochSeconds | None
+    exit_code: Integer | None
+    argv: Texts
+    members_min: Count
+    members_max: Count
+    world: Count | None
+    world_size: Count
+    step: Count
+    total_steps: Count | None
+    epoch: Count
+    loss: Measurement | None
+    samples_per_s: Real
+    metrics: Metrics
+    members: Annotated[tuple[MemberView, ...], Meta(max_length=MAX_ITEMS)]
+    losses: Count
+    joins: Count
+    last_change: Text
+    checkpoint_step: Count | None
+    checkpoint_path: Text
+    directory: Text
+    batch: Count = 0
+    noise: Real | None = None
+    idle_before: Real | None = None
+    idle_now: Real | None = None
+    decided: Annotated[tuple[AdjustmentView, ...], Meta(max_length=MAX_NAME)] = ()
     evaluation: EvaluationView | None = None
-    tensorboard: str = ""
-    tensorboard_error: str = ""
+    tensorboard: Text = ""
+    tensorboard_error: Text = ""
     cost: CostView | None = None
-    user: str = ""
+    user: Name = ""
     problem: ErrorView | None = None
-    costs: dict[str, CostView] = {}
-    rate_per_h: float = 0.0
-    budget: float | None = None
-    priority: int = 0
-    queued: int = 0
-    waits_for: str = ""
-    cwd: str = ""
-    settings: dict[str, str | int | float | bool] = {}
+    costs: Annotated[dict[Name, CostView], Meta(max_length=MAX_ITEMS)] = {}
+    rate_per_h: Real = 0.0
+    budget: Real | None = None
+    priority: Integer = 0
+    queued: Count = 0
+    waits_for: Text = ""
+    cwd: Text = ""
+    settings: SettingValues = {}
 
 
 class AgentView(msgspec.Struct, frozen=True):
     """A machine with an agent; `via` is the URL through which the agent reached the coordinator."""
 
-    agent: str
-    machine: str
-    cores: int
-    memory_bytes: int
-    devices: tuple[str, ...]
-    slots: int | None
-    members: tuple[str, ...]
+    agent: Name
+    machine: Name
+    cores: Count
+    memory_bytes: Bytes
+    devices: Names
+    slots: Count | None
+    members: Names
     connected: bool
-    heartbeat_age_s: float
-    load: float
-    notice: str
-    pool: str = ""
-    via: str = ""
+    heartbeat_age_s: Real
+    load: Real
+    notice: Text
+    pool: Name = ""
+    via: Text = ""
 
 
 class LogPage(msgspec.Struct, frozen=True):
     """Log lines as (member, text), oldest first; request the following ones with `after=next`."""
 
-    lines: tuple[tuple[str, str], ...]
-    next: int
+    lines: Annotated[tuple[tuple[Name, Text], ...], Meta(max_length=MAX_ITEMS)]
+    next: Count
 
 
 class FileView(msgspec.Struct, frozen=True):
     """A file of a run at its coordinator; `name` is relative to one of the run's folders."""
 
-    name: str
-    size_bytes: int
-    modified: float
+    name: Text
+    size_bytes: Bytes
+    modified: EpochSeconds
 
 
 class FilePage(msgspec.Struct, frozen=True):
     """The files of one folder of a run, by name, and how many bytes the coordinator can still store."""
 
-    files: tuple[FileView, ...]
-    free_bytes: int
+    files: Annotated[tuple[FileView, ...], Meta(max_length=MAX_FILES)]
+    free_bytes: Bytes
 
 
 class StopRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Request to stop a run; members get `grace_s` seconds before they are killed."""
 
-    reason: str = "requested by the user"
+    reason: Text = "requested by the user"
     checkpoint: bool = True
-    grace_s: float = 30.0
+    grace_s: Seconds = 30.0
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """New minimum and maximum number of members, and the new budget if that changes too."""
 
-    min: int
-    max: int
-    budget: float | None = None
+    min: Count
+    max: Count
+    budget: Real | None = None
 
 
 class SetupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -264,26 +286,26 @@ class SetupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `final` says that every other machine of the pool would fail in the same way.
     """
 
-    why: str
+    why: Text
     failed: bool = False
-    where: str = ""
-    do: str = ""
+    where: Text = ""
+    do: Text = ""
     final: bool = False
 
 
 class ErrorView(msgspec.Struct, frozen=True):
     """The fields of a ShoalError."""
 
-    code: str
-    what: str
-    where: str = ""
-    why: str = ""
-    do: str = ""
+    code: Name
+    what: Text
+    where: Text = ""
+    why: Text = ""
+    do: Text = ""
 
 
 class Health(msgspec.Struct, frozen=True):
     """Version, protocol number and name of a coordinator; needs no token."""
 
-    shoal: str
-    protocol: int
-    coordinator: str
+    shoal: Text
+    protocol: Count
+    coordinator: Name

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from shoal.errors import BadMessage
-from shoal.wire import agent_messages, member_messages
+from shoal.wire import agent_messages, limits, member_messages
 from shoal.wire.protocol import Message
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -28,8 +28,8 @@ class MessageCodec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: Message) -> bytes:
-        """Return the bytes of a message."""
-        data = self._encoder.encode(message)
+        """Return the bytes of a message, fitted to the bounds of its fields."""
+        data = self._encoder.encode(limits.fit(message))
         return COMPRESSED + zlib.compress(data, 1) if len(data) > COMPRESS_ABOVE_BYTES else data
 
     def decode(self, data: bytes | str) -> M:

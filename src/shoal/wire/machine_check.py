@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from shoal.core.world import Address
+from shoal.wire.limits import (
+    MAX_ITEMS,
+    MAX_NAME,
+    Amount,
+    Bytes,
+    Count,
+    EpochSeconds,
+    Labels,
+    Name,
+    Names,
+    Seconds,
+    Text,
+)
 
 
 class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -13,11 +29,11 @@ class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `ports` and `interface` are the settings of members. Throughput is measured for at most `lasting_s` seconds.
     """
 
-    ports: str = ""
-    interface: str = ""
-    peer: str = ""
-    addresses: tuple[Address, ...] = ()
-    lasting_s: float = 1.0
+    ports: Name = ""
+    interface: Name = ""
+    peer: Name = ""
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_NAME)] = ()
+    lasting_s: Seconds = 1.0
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
@@ -27,17 +43,17 @@ class MachineFacts(msgspec.Struct, frozen=True):
     `round_trips_s` are measured between the machine and the coordinator.
     """
 
-    machine: str
-    python: str
-    platform: str
-    cores: int
-    devices: tuple[str, ...]
-    memory_bytes: int
-    disk_free_bytes: int
-    versions: dict[str, str]
-    listens: tuple[Address, ...] = ()
-    round_trips_s: tuple[float, ...] = ()
-    trouble: str = ""
+    machine: Name
+    python: Name
+    platform: Name
+    cores: Count
+    devices: Names
+    memory_bytes: Bytes
+    disk_free_bytes: Bytes
+    versions: Labels
+    listens: Annotated[tuple[Address, ...], Meta(max_length=MAX_NAME)] = ()
+    round_trips_s: Annotated[tuple[Seconds, ...], Meta(max_length=MAX_NAME)] = ()
+    trouble: Text = ""
 
 
 class ConnectAttempt(msgspec.Struct, frozen=True):
@@ -47,19 +63,19 @@ class ConnectAttempt(msgspec.Struct, frozen=True):
     median `round_trip_s` and the throughput `bytes_per_s` are measured at one address per peer.
     """
 
-    host: str
-    port: int
-    cause: str = ""
-    detail: str = ""
-    connect_s: float = 0.0
-    round_trip_s: float | None = None
-    bytes_per_s: float | None = None
+    host: Name
+    port: Count
+    cause: Text = ""
+    detail: Text = ""
+    connect_s: Seconds = 0.0
+    round_trip_s: Seconds | None = None
+    bytes_per_s: Amount | None = None
 
 
 class CheckResult(msgspec.Struct, frozen=True):
     """Answer to a request; `received` and `sent` are epoch seconds on the machine's own clock, to compare clocks."""
 
-    received: float
-    sent: float
+    received: EpochSeconds
+    sent: EpochSeconds
     facts: MachineFacts | None = None
-    attempts: tuple[ConnectAttempt, ...] = ()
+    attempts: Annotated[tuple[ConnectAttempt, ...], Meta(max_length=MAX_ITEMS)] = ()

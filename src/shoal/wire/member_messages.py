@@ -13,9 +13,25 @@ from __future__ import annotations
 from typing import Annotated, Union
 
 import msgspec
+from msgspec import Meta
 
 from shoal.core.placement import Placement
 from shoal.core.world import Address, World
+from shoal.wire.limits import (
+    MAX_ITEMS,
+    MAX_NAME,
+    Amount,
+    Bytes,
+    Count,
+    Integer,
+    Measurement,
+    Metrics,
+    Name,
+    Names,
+    Real,
+    Seconds,
+    Text,
+)
 from shoal.wire.protocol import Message, RejectedMsg
 
 # Valid values of `EvaluatedMsg.best`, such as "max:accuracy".
@@ -33,18 +49,18 @@ class MemberHelloMsg(Message, frozen=True):
     DoneMsg.
     """
 
-    protocol: int
-    version: str
-    run: str
-    member: str
-    incarnation: str
+    protocol: Count
+    version: Name
+    run: Name
+    member: Name
+    incarnation: Name
     address: Address
-    pid: int
-    world: int | None = None
-    step: int | None = None
+    pid: Count
+    world: Count | None = None
+    step: Count | None = None
     broken: bool = False
     done: bool = False
-    role: str = "trainer"
+    role: Name = "trainer"
     early: bool = False
 
 
@@ -56,17 +72,17 @@ class ReadyMsg(Message, frozen=True):
     rejects a member whose `fingerprint` differs from the run's.
     """
 
-    fingerprint: str
-    step: int | None
+    fingerprint: Text
+    step: Count | None
     restored: bool = False
-    speed: float = 0.0
+    speed: Amount = 0.0
 
 
 class WorldEnteredMsg(Message, frozen=True):
     """The member has entered a prepared world at `step`; the first such message moves the whole run to that world."""
 
-    world: int
-    step: int
+    world: Count
+    step: Count
 
 
 class PrepareFailedMsg(Message, frozen=True):
@@ -75,9 +91,9 @@ class PrepareFailedMsg(Message, frozen=True):
     The coordinator abandons that world and treats the `suspects` as unreachable when it proposes the next.
     """
 
-    world: int
-    suspects: tuple[str, ...] = ()
-    cause: str = ""
+    world: Count
+    suspects: Names = ()
+    cause: Text = ""
 
 
 class WorldBrokenMsg(Message, frozen=True):
@@ -86,10 +102,10 @@ class WorldBrokenMsg(Message, frozen=True):
     The coordinator dissolves the world and forms the next one, without those `suspects` that turn out to be lost.
     """
 
-    world: int
-    step: int | None
-    suspects: tuple[str, ...] = ()
-    cause: str = ""
+    world: Count
+    step: Count | None
+    suspects: Names = ()
+    cause: Text = ""
 
 
 class PartCopiedMsg(Message, frozen=True):
@@ -98,33 +114,33 @@ class PartCopiedMsg(Message, frozen=True):
     `since` is the number of the placement that requested the copy.
     """
 
-    part: int
-    to: str
-    since: int
+    part: Count
+    to: Name
+    since: Count
 
 
 class PartReleasedMsg(Message, frozen=True):
     """A server no longer changes a part of the state, so that its backup can take over; `number` is the placement."""
 
-    part: int
-    number: int
+    part: Count
+    number: Count
 
 
 class ServerUnreachableMsg(Message, frozen=True):
     """The sender cannot reach a server of placement `number`; the coordinator checks whether that server is lost."""
 
-    server: str
-    number: int
-    cause: str = ""
+    server: Name
+    number: Count
+    cause: Text = ""
 
 
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a typical step, by what they were spent on; `wait_s` is spent waiting for the slowest member."""
 
-    data_s: float = 0.0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    exchange_s: float = 0.0
+    data_s: Seconds = 0.0
+    compute_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    exchange_s: Seconds = 0.0
 
 
 class HeartbeatMsg(Message, frozen=True):
@@ -137,24 +153,24 @@ class HeartbeatMsg(Message, frozen=True):
     names the members that block its next one.
     """
 
-    world: int | None
-    step: int | None
-    phase: str
-    phase_age_s: float
-    usual_step_s: float = 0.0
-    epoch: int = 0
-    total_steps: int | None = None
-    share: int = 0
-    loss: float | None = None
-    samples_per_s: float = 0.0
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    clock: int = 0
-    ahead: int = 0
-    waits_for: tuple[str, ...] = ()
+    world: Count | None
+    step: Count | None
+    phase: Name
+    phase_age_s: Seconds
+    usual_step_s: Seconds = 0.0
+    epoch: Count = 0
+    total_steps: Count | None = None
+    share: Count = 0
+    loss: Measurement | None = None
+    samples_per_s: Amount = 0.0
+    metrics: Metrics = msgspec.field(default_factory=dict)
+    clock: Count = 0
+    ahead: Integer = 0
+    waits_for: Names = ()
     spent: StepTimes = StepTimes()
-    batch: int = 0
-    noise: float | None = None
-    idle: tuple[float | None, float] | None = None
+    batch: Count = 0
+    noise: Real | None = None
+    idle: tuple[Real | None, Real] | None = None
 
 
 class AdjustmentMsg(Message, frozen=True):
@@ -163,10 +179,10 @@ class AdjustmentMsg(Message, frozen=True):
     Only rank 0 sends it; the coordinator records it for `shoal why` and shows the latest of each kind.
     """
 
-    step: int
-    what: str
-    values: dict[str, int]
-    reason: str
+    step: Count
+    what: Name
+    values: Annotated[dict[Name, Integer], Meta(max_length=MAX_ITEMS)]
+    reason: Text
 
 
 class LeavingMsg(Message, frozen=True):
@@ -176,8 +192,8 @@ class LeavingMsg(Message, frozen=True):
     sends it to the members of a machine whose agent reported the notice.
     """
 
-    within_s: float
-    cause: str
+    within_s: Seconds
+    cause: Text
 
 
 class LeftMsg(Message, frozen=True):
@@ -186,8 +202,8 @@ class LeftMsg(Message, frozen=True):
     `world` is the world that the others entered without it, None if it leaves without such a handover.
     """
 
-    step: int | None
-    world: int | None = None
+    step: Count | None
+    world: Count | None = None
 
 
 class DoneMsg(Message, frozen=True):
@@ -196,7 +212,7 @@ class DoneMsg(Message, frozen=True):
     With `early`, only this member's script has left its loop; the others continue without it.
     """
 
-    step: int
+    step: Count
     early: bool = False
 
 
@@ -207,13 +223,13 @@ class ClaimMsg(Message, frozen=True):
     the member with the claim is lost, another one gets it.
     """
 
-    name: str
+    name: Text
 
 
 class ClaimDoneMsg(Message, frozen=True):
     """The member has completed what it was granted."""
 
-    name: str
+    name: Text
 
 
 class CheckpointWrittenMsg(Message, frozen=True):
@@ -222,10 +238,10 @@ class CheckpointWrittenMsg(Message, frozen=True):
     Its writer tells the coordinator, which records it and forwards it to the evaluator (with size and seconds 0).
     """
 
-    step: int
-    path: str
-    size_bytes: int
-    seconds: float
+    step: Count
+    path: Text
+    size_bytes: Bytes
+    seconds: Amount
 
 
 class EvaluatedMsg(Message, frozen=True):
@@ -235,11 +251,11 @@ class EvaluatedMsg(Message, frozen=True):
     the goal `best`, and stops the run after `patience` evaluations without a better one.
     """
 
-    step: int
-    metrics: dict[str, float]
-    best: Annotated[str, msgspec.Meta(pattern=GOAL)] = ""
-    patience: int | None = None
-    export: str = ""
+    step: Count
+    metrics: Metrics
+    best: Annotated[str, Meta(pattern=GOAL, max_length=MAX_NAME)] = ""
+    patience: Count | None = None
+    export: Text = ""
 
 
 class ExceptionRaisedMsg(Message, frozen=True):
@@ -248,11 +264,11 @@ class ExceptionRaisedMsg(Message, frozen=True):
     `step` is the newest step that the member knows to be committed.
     """
 
-    kind: str
-    text: str
-    traceback: str
-    code: str = ""
-    step: int = 0
+    kind: Name
+    text: Text
+    traceback: Text
+    code: Name = ""
+    step: Count = 0
 
 
 # --- coordinator to member
@@ -264,9 +280,9 @@ class WelcomeMsg(Message, frozen=True):
     `started` says whether the run has committed a step.
     """
 
-    heartbeat_s: float
-    lease_s: float
-    coordinator: str
+    heartbeat_s: Seconds
+    lease_s: Seconds
+    coordinator: Name
     started: bool
 
 
@@ -274,7 +290,7 @@ class EnterWorldMsg(Message, frozen=True):
     """Leave any present world, connect to the peers of this one and enter it now."""
 
     world: World
-    reason: str
+    reason: Text
 
 
 class PrepareWorldMsg(Message, frozen=True):
@@ -283,37 +299,37 @@ class PrepareWorldMsg(Message, frozen=True):
     The members then agree, through their step reports, on the step after which all of them enter it.
     """
 
-    after: int
+    after: Count
     world: World
-    reason: str
+    reason: Text
 
 
 class DissolveWorldMsg(Message, frozen=True):
     """World `number` and all earlier ones have ended: abort their exchanges and answer WorldBrokenMsg."""
 
-    number: int
-    reason: str
+    number: Count
+    reason: Text
 
 
 class RestoreMsg(Message, frozen=True):
     """No member holds the state any more: load the newest good checkpoint, then send ReadyMsg with its step."""
 
-    reason: str
+    reason: Text
 
 
 class PlacementMsg(Message, frozen=True):
     """Which servers hold which parts of the state from now on; trainers and servers connect accordingly."""
 
     placement: Placement
-    reason: str
+    reason: Text
 
 
 class TrainerLostMsg(Message, frozen=True):
     """A trainer is lost: servers drop it from the ticket ledger, so that no other trainer waits for it."""
 
-    member: str
-    incarnation: str
-    reason: str
+    member: Name
+    incarnation: Name
+    reason: Text
 
 
 class EvaluationStatusMsg(Message, frozen=True):
@@ -322,42 +338,42 @@ class EvaluationStatusMsg(Message, frozen=True):
     `step` is the last evaluated step, `best_value` the best value of the goal `best` so far.
     """
 
-    step: int | None = None
-    best: str = ""
-    best_step: int | None = None
-    best_value: float | None = None
+    step: Count | None = None
+    best: Text = ""
+    best_step: Count | None = None
+    best_value: Real | None = None
 
 
 class EvictedMsg(Message, frozen=True):
     """The member's lease has expired, or it has left: it is no longer in the run, and may join again with a hello."""
 
-    reason: str
+    reason: Text
 
 
 class StopMsg(Message, frozen=True):
     """Stop after a step that all members agree on, write a checkpoint if `checkpoint`, and exit with `exit_code`."""
 
-    reason: str
+    reason: Text
     checkpoint: bool
-    exit_code: int
+    exit_code: Integer
 
 
 class RunFinishedMsg(Message, frozen=True):
     """The run has trained to its end at `step`: a member outside its last world exits; an evaluator scores the rest."""
 
-    step: int
+    step: Count
 
 
 class ClaimGrantedMsg(Message, frozen=True):
     """Do what was claimed; no other member will, unless this one is lost before its ClaimDoneMsg."""
 
-    name: str
+    name: Text
 
 
 class ClaimAlreadyDoneMsg(Message, frozen=True):
     """Another member has completed what was claimed."""
 
-    name: str
+    name: Text
 
 
 FromMember = Union[

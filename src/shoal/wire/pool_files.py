@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import BadPool
+from shoal.wire.limits import Count, EpochSeconds, Texts
 
 FILE = "pools.json"
 URLS = "urls"
@@ -24,14 +25,14 @@ class CoordinatorPools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pools by name, as shoal.toml describes them, and the options of the agents started on their machines."""
 
     pools: dict[str, dict[str, Any]]
-    agent: tuple[str, ...] = ()
+    agent: Texts = ()
 
 
 class ReleaseProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many machines an ending coordinator has still to release, and when (epoch seconds) it gives up."""
 
-    remaining: int
-    until: float
+    remaining: Count
+    until: EpochSeconds
 
 
 def write_pools(directory: Path, pools: CoordinatorPools) -> None:

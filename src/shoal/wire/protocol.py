@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from shoal.wire.limits import Name, Text
+
 # Raise it with every change of a message, of a journalled event or of the layout of a coordinator's directory.
 PROTOCOL = 2
 
@@ -19,7 +21,7 @@ class RejectedMsg(Message, frozen=True):
     protocol. The receiver raises the error and does not reconnect.
     """
 
-    code: str
-    what: str
-    why: str = ""
-    do: str = ""
+    code: Name
+    what: Text
+    why: Text = ""
+    do: Text = ""

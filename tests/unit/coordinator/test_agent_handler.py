@@ -96,7 +96,7 @@ def test_check_returns_the_answer_of_its_number(service: CoordinatorService) -> 
 
     assert asyncio.run(check()) == CheckResult(1.0, 2.0)
     with pytest.raises(MachineCheckFailed, match="not connected"):
-        asyncio.run(handler.check("nobody", CheckRequest()))
+        asyncio.run(handler.check("elsewhere", CheckRequest()))
 
 
 def test_heartbeats_of_all_agents_together_are_bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from shoal.core.batch.goodput import Bounds
@@ -47,7 +48,7 @@ def resolve_batch(text: str, size: int, samples: int) -> BatchSetting:
 
 
 def _number(text: str, setting: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch(r"[0-9]{1,15}", text) or int(text) < 1:
         raise BadSize(
             f"invalid value for batch: {setting!r}",
             why=f"expected a number of samples ≥ 1, not {text!r}",

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shoal.core import validation
+
+MAX_MEMORY_BYTES = 1 << 62
+
 Value = str | int | float | bool
 
 
@@ -66,6 +70,12 @@ class MachineInfo:
     addresses: tuple[str, ...] = ()
     python: str = ""
     platform: str = ""
+
+    def __post_init__(self) -> None:
+        validation.check_counts(self.cores)
+        validation.check_counts(self.memory_bytes, most=MAX_MEMORY_BYTES)
+        validation.check_length(self.devices, self.addresses, most=validation.MAX_NAME)
+        validation.check_names(self.name, self.python, self.platform, *self.devices, *self.addresses)
 
 
 @dataclass(frozen=True, slots=True)

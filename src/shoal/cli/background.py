@@ -52,14 +52,16 @@ def main() -> None:
         except errors.ShoalError as error:
             _reply(SupervisorReply(problem=ErrorView(error.code, error.what, error.where, error.why, error.do)))
             sys.exit(error.exit_code)
+        clean_end = False
         try:
             _reply(SupervisorReply(run=view))
             since = view.since if plan.resume else 0.0
             display = _WithoutMemberOutput(PlainOutput(write_log, every_s=PROGRESS_EVERY_S))
             follower = Follower(client, view, display, supervisor.restart_dead_services, since)
             result = follower.follow(signals, POLL_S)
+            clean_end = not result.abandoned
         finally:
-            supervisor.close(client, write_log)
+            supervisor.close(client if clean_end else None, write_log)
         with contextlib.suppress(errors.FetchFailed):
             supervisor.download_outputs()
     from shoal.cli.output.summary import exit_code

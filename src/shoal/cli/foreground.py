@@ -14,9 +14,10 @@ second Ctrl-C           stop request without a checkpoint, with one second of gr
 third, or 5 s later     abandon: the lifelines are closed, which ends coordinator, agent and members at once
 ======================  ====================================================================================
 
-SIGTERM and SIGHUP (a closed terminal) count like Ctrl-C. After SIGHUP nothing can be printed any more; the displays
+SIGTERM and SIGHUP (a closed terminal) count like Ctrl-C, unless they were ignored when the command was started
+(`nohup`); signals within a second of each other count once. After SIGHUP nothing can be printed any more; the displays
 swallow that error, because the stop with its checkpoint must still happen. While the coordinator does not answer, a
-signal stays pending and is handled once it does.
+signal stays pending for at most 30 s, which is said; a second one, or the end of that time, abandons the run.
 
 With `--url` the run belongs to a standing coordinator. Signals mean the same, but nothing is started or torn down here.
 

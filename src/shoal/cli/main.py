@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -78,7 +79,17 @@ def shoal(output: OutputOptions) -> None:
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    _open_standard_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_standard_streams() -> None:
+    """Give each standard stream that the caller has closed to /dev/null, so that everything can read and print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The lowest free number is taken, which is this one: those below are open by now.
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r", closefd=False))
 
 
 def run(arguments: list[str]) -> int:

@@ -267,3 +267,15 @@ class RunFailed(TrainingError):
     """
 
     code = "S332"
+
+
+class NothingTrained(TrainingError):
+    """A script started by ``shoal run`` ended with exit code 0 without having trained in the run.
+
+    Most often it never calls Shoal: then every member trains a copy of its own, on all the data, and nothing is shared.
+    Add the lines of the quick start (``import shoal.torch as shoal``, ``run = shoal.join()``, ``run.attach``,
+    ``run.batches``, ``run.backward``), or start an unmodified distributed script with ``--compat torchrun`` or
+    ``--compat tf``. A script that is no training needs no ``shoal run``.
+    """
+
+    code = "S340"

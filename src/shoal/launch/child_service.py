@@ -49,6 +49,7 @@ class ChildService:
 
     def start(self) -> None:
         """Start the process in a session of its own, where the terminal's Ctrl-C does not reach it."""
+        open_standard_descriptors()
         reader, writer = os.pipe()
         try:
             with self.log.open("ab") as log:
@@ -121,6 +122,18 @@ class ChildService:
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
+
+
+def open_standard_descriptors() -> None:
+    """Open /dev/null in place of each of stdin, stdout and stderr that is closed.
+
+    Otherwise the next pipe gets its number, and a child that is started with it finds its own standard stream there.
+    """
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
 
 
 def last_lines(path: Path, lines: int = 12) -> str:

@@ -51,10 +51,10 @@ class Stage(ShoalHome):
             timeout=timeout_s,
         )
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a command in a session of its own; its output goes to files."""
+    def start(self, *arguments: str, shell: str = 'exec "$@"') -> subprocess.Popen[str]:
+        """Start a command in a session of its own, from this line of a shell; its output goes to files."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.cli.main", *arguments],
+            ["sh", "-c", shell, "sh", sys.executable, "-m", "shoal.cli.main", *arguments],
             cwd=self.path,
             env=self.environ,
             text=True,

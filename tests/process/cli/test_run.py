@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
+import time
 from typing import Any
 
 import pytest
+
+from shoal.cli.signals import ONE_REQUEST_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 def test_run_shows_the_output_of_its_members_and_leaves_no_process(stage: Any) -> None:
-    ran = stage.shoal("run", "-n", "2", "--name", "greet", "hello.py")
+    ran = stage.shoal("run", "-n", "2", "--compat", "torchrun", "--name", "greet", "hello.py")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "local/0 | hello from local/0" in ran.stdout
     assert "local/1 | hello from local/1" in ran.stdout
@@ -23,6 +26,14 @@ def test_run_shows_the_output_of_its_members_and_leaves_no_process(stage: Any) -
     assert "hello from local/1" in stage.shoal("logs", "greet", "--member", "local/1").stdout
     assert "run ended with exit code 0" in stage.shoal("why", "greet", "--all").stdout
     assert "greet" in stage.shoal("status", "gre").stdout
+
+
+def test_copies_of_a_script_that_never_calls_shoal_are_an_error(stage: Any) -> None:
+    ran = stage.shoal("run", "-n", "2", "hello.py")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "error[S340] hello.py ended without joining the run" in ran.stderr
+    assert "run = shoal.join()" in ran.stderr
+    assert stage.shoal("run", "hello.py").returncode == 0, "one process is no copy"
 
 
 def test_environment_variables_reach_the_members(stage: Any) -> None:
@@ -108,9 +119,45 @@ def test_second_signal_stops_the_run_at_once(stage: Any) -> None:
     stage.until(lambda: "| waiting" in stage.out(), "the member runs")
     process.send_signal(signal.SIGINT)
     stage.until(lambda: "stopping after a checkpoint" in stage.out(), "the first signal is handled")
+    time.sleep(ONE_REQUEST_S)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0, stage.out()
     stage.until(stage.has_no_processes, "all processes have ended")
+
+
+def test_run_under_nohup_outlives_its_terminal(stage: Any) -> None:
+    process = stage.start("run", "until.py", str(stage.path / "go"), shell="trap '' HUP; exec \"$@\"")
+    stage.until(lambda: "| pid" in stage.out(), "the member runs")
+    process.send_signal(signal.SIGHUP)
+    (stage.path / "go").touch()
+    assert process.wait(120) == 0, stage.out()
+
+
+def test_two_signals_of_one_moment_stop_the_run_once(stage: Any) -> None:
+    process = stage.start("run", "wait.py")
+    stage.until(lambda: "| waiting" in stage.out(), "the member runs")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 75, stage.out()
+    assert "stopping after a checkpoint; SIGTERM again stops without one" in stage.out()
+    assert "stopping now" not in stage.out()
+
+
+def test_frozen_coordinator_is_given_up_after_a_second_signal(stage: Any) -> None:
+    process = stage.start("run", "wait.py")
+    stage.until(lambda: "| waiting" in stage.out(), "the member runs")
+    stage.process("shoal.coordinator").suspend()
+    process.send_signal(signal.SIGINT)
+    stage.until(lambda: "so Ctrl-C cannot stop the run" in stage.out(), "the first signal is answered")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 1, stage.out()
+    stage.until(stage.has_no_processes, "all processes have ended")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_run_starts_with_closed_standard_streams(stage: Any, closed: str) -> None:
+    process = stage.start("run", "hello.py", shell=f'exec "$@" {closed}')
+    assert process.wait(120) == 0, stage.out() + (stage.path / "err").read_text()
 
 
 def test_detached_run_trains_until_it_is_stopped(stage: Any) -> None:
@@ -143,8 +190,8 @@ def test_scale_adds_members_without_a_restart(stage: Any) -> None:
     scaled = stage.shoal("scale", "until", "1:2")
     assert scaled.returncode == 0, scaled.stderr
     stage.until(lambda: stage.out().count("| pid") == 2, "another member runs")
-    (stage.path / "go").touch()
-    assert process.wait(60) == 0
+    assert stage.shoal("stop", "until", "--now").returncode == 0
+    assert process.wait(60) == 75
 
 
 def test_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> None:
@@ -157,9 +204,8 @@ def test_stopped_run_is_resumed_with_another_number_of_members(stage: Any) -> No
     assert "shoal resume until-" in scaled.stderr
     process = stage.start("resume", "until", "-n", "2")
     stage.until(lambda: stage.out().count("| pid") == 2, "two members run")
-    (stage.path / "go").touch()
-    assert process.wait(60) == 0, stage.out()
-    assert [view["status"] for view in stage.runs()] == ["done"]
+    assert stage.shoal("stop", "until", "--now").returncode == 0
+    assert process.wait(60) == 75, stage.out()
 
 
 def test_resume_does_not_use_a_coordinator_that_is_shutting_down(stage: Any) -> None:

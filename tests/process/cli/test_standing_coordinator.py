@@ -27,7 +27,7 @@ def standing(stage: Any) -> tuple[str, str]:
 def test_submitted_run_is_trained_by_a_machine_that_joins(stage: Any, standing: tuple[str, str]) -> None:
     url, token_file = standing
     options = ("--url", url, "--token-file", token_file)
-    submitted = stage.shoal("run", *options, "--detach", "-n", "2", "hello.py")
+    submitted = stage.shoal("run", *options, "--detach", "-n", "2", "--compat", "torchrun", "hello.py")
     assert submitted.returncode == 0, submitted.stderr
     assert stage.json("nodes", *options) == []
     agent = stage.start("join", url, "--token-file", token_file, "--name", "lab1", "--slots", "2")

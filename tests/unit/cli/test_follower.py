@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 from tests.unit.views import run_view, story_line
 
+from shoal.cli import follower as follower_module
 from shoal.cli.follower import Follower
 from shoal.cli.output.lines import PlainOutput
 from shoal.cli.signals import SignalCounter
@@ -82,6 +86,58 @@ def test_signal_waits_for_a_coordinator_that_does_not_answer() -> None:
     assert "shoal: the coordinator is back" in output
 
 
+def frozen(released: threading.Event) -> FakeClient:
+    """Return a coordinator that answers only once it is released."""
+    client = FakeClient()
+    answer = client.run
+
+    def run(run: str) -> RunView:
+        released.wait(60.0)
+        return answer(run)
+
+    client.run = run  # type: ignore[method-assign]
+    return client
+
+
+def follow_frozen(monkeypatch: pytest.MonkeyPatch, signals: int) -> tuple[Any, list[str]]:
+    monkeypatch.setattr(follower_module, "UNHEARD_NOTE_S", 0.0)
+    monkeypatch.setattr(follower_module, "UNHEARD_LIMIT_S", 0.3)
+    output: list[str] = []
+    released = threading.Event()
+    follower = Follower(cast(Any, frozen(released)), run_view(step=0), PlainOutput(output.append), list)
+    counter = FakeSignals()
+    counter.count = signals
+    try:
+        return follower.follow(cast(SignalCounter, counter), 0.0), output
+    finally:
+        released.set()
+
+
+def test_signal_to_a_frozen_coordinator_is_answered_and_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, output = follow_frozen(monkeypatch, signals=1)
+    assert result.abandoned
+    assert "does not answer, so Ctrl-C cannot stop the run after a checkpoint; waiting 0.3 s" in output[0]
+    assert output.count("shoal: giving the coordinator up; the newest checkpoint stays") == 1
+
+
+def test_second_signal_gives_a_frozen_coordinator_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    result, _ = follow_frozen(monkeypatch, signals=2)
+    assert result.abandoned
+    assert time.monotonic() - began < 30.0
+
+
+def test_coordinator_that_freezes_during_the_stop_request_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "UNHEARD_LIMIT_S", 0.2)
+    client, released = FakeClient(*[(run_view(), [])] * 100), threading.Event()
+    client.stop = lambda run, request: released.wait(60.0)  # type: ignore[method-assign, assignment]
+    counter = FakeSignals(1)
+    counter.count = 1
+    follower = Follower(cast(Any, client), run_view(step=0), PlainOutput([].append), list)
+    assert follower.follow(cast(SignalCounter, counter), 0.0).abandoned
+    released.set()
+
+
 def test_step_reached_before_a_new_world_is_remembered() -> None:
     formed = story_line(1, "FormWorld", world=2, step=40)
     client = FakeClient((run_view(step=120), []), (run_view(step=41), [formed]))
@@ -89,14 +145,38 @@ def test_step_reached_before_a_new_world_is_remembered() -> None:
 
 
 def test_signals_are_counted_and_end_a_sleep() -> None:
-    import signal
-
     with SignalCounter() as signals:
         assert signals.count == 0
         signal.raise_signal(signal.SIGHUP)
         signals.sleep(60.0)
         assert (signals.count, signals.name) == (1, "SIGHUP")
     assert signal.getsignal(signal.SIGHUP) != signals._handle
+
+
+def test_signal_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalCounter() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.count == 0
+            signal.raise_signal(signal.SIGTERM)
+            assert signals.count == 1
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_signals_of_one_moment_are_one_request() -> None:
+    now = 100.0
+    with SignalCounter(lambda: now) as signals:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        now += 0.9
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.count == 1
+        now += 0.2
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.count == 2
 
 
 @pytest.mark.parametrize("since", [0.0, 150.0])

@@ -30,8 +30,8 @@ soon as another run misses some.
 fails; before the first committed step it fails as soon as a second member has the same error. *infrastructure*: killed,
 crashed, agent lost; more restarts, with a growing pause, then the member is given up for a while, and the run fails
 only if fewer than its minimum are left. *preempted*: the machine was taken away; unlimited. *refused*: the coordinator
-rejected the member; not restarted. *asked* and *done* are no failures. A hung or unresponsive process is stopped and
-restarted: it may hold a slot for ever otherwise.
+rejected the member, or its script ended well without having trained with the others; not restarted. *asked* and *done*
+are no failures. A hung or unresponsive process is stopped and restarted: it may hold a slot for ever otherwise.
 
 **Agents.** A closed connection stops nothing: an agent that is cut off keeps its processes running, and when it
 reconnects it says which are alive. Only after `agent_s` are they forgotten and replaced elsewhere. A process that turns
@@ -219,7 +219,7 @@ def _adopt_or_stop(draft: FleetDraft, agent: str, run: str, member: str, incarna
         draft.processes.pop((run, member), None)
         if slots.has_use_for(draft, draft.agents[agent], desired, role_of(member)):
             order, _ = draft.next_incarnation()
-            draft.processes[run, member] = ProcessState(run, member, incarnation, agent, RUNNING, order)
+            draft.processes[run, member] = ProcessState(run, member, incarnation, agent, RUNNING, order, joined=True)
             draft.set_run(run, seen=True, no_agents_since=None)
             return
     draft.instruct(fe.StopProcess(agent, run, member, incarnation, 5.0, "it is no longer assigned to the run"))
@@ -279,6 +279,9 @@ def _on_process_exited(draft: FleetDraft, event: fe.ProcessExited) -> None:
     reached_end = event.cause == "done" or (trained and event.exit_code == exit_codes.OK)
     if event.cause == "idle" or (p.status == ENDING and not p.restart_reason):
         draft.remove(p)
+    elif event.trained_nothing and run.max_members > 1 and run.status == ACTIVE and not p.restart_reason:
+        draft.instruct(fe.FleetNote(p.run, f"{p.member} has not trained: {event.trained_nothing}", p.member))
+        restarts.on_unplanned_exit(draft, p, "refused", event.trained_nothing)
     elif reached_end and not p.restart_reason and (run.finished or run.status in (ACTIVE, FINISHING)):
         draft.update(p, status=DONE)
         if run.compat and p.is_chief:
@@ -312,7 +315,7 @@ def _on_unresponsive(draft: FleetDraft, event: fe.MemberUnresponsive) -> None:
 def _on_responsive(draft: FleetDraft, event: fe.MemberResponsive) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None:
-        draft.update(p, unresponsive_since=None)
+        draft.update(p, unresponsive_since=None, joined=True)
 
 
 # --- runs

@@ -91,7 +91,8 @@ class ProcessExited:
     """A process ended. `cause` is done, user, infrastructure, preempted, asked, refused or idle.
 
     The agent never reports *idle*: the coordinator told this member that others had finished without it. Nor does it
-    know `before_first_step`: whether the run had not committed a step yet.
+    know `before_first_step`: whether the run had not committed a step yet; nor `trained_nothing`: the error if the
+    process ended well although its member never took part.
     """
 
     run: str
@@ -102,6 +103,7 @@ class ProcessExited:
     exit_code: int | None = None
     signal: int | None = None
     before_first_step: bool = False
+    trained_nothing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class ProcessState:
     """A member's process.
 
     `until` is the end of its back-off. `restart_reason` says why it is stopped only to be restarted. `missing_since` is
-    when its agent reconnected without it.
+    when its agent reconnected without it. `joined` says that its member has connected to the coordinator.
     """
 
     run: str
@@ -84,6 +84,7 @@ class ProcessState:
     restart_reason: str = ""
     unresponsive_since: float | None = None
     missing_since: float | None = None
+    joined: bool = False
 
     @property
     def alive(self) -> bool:

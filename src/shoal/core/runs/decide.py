@@ -34,7 +34,9 @@ from shoal.core.runs.settings import (
     no_machines,
     restart_limits,
     server_count,
+    trained_nothing,
 )
+from shoal.core.runs.spec import Problem
 from shoal.core.runs.state import DONE, FAILED, RESUMABLE, CoordinatorState, RunState
 
 Instruction = Union[
@@ -307,12 +309,32 @@ class _Cascade:
                     event = replace(event, cause="idle")
             elif finished and member.connected:
                 self._then(self._membership, run, ev.MemberDisconnected(event.member))
-        self._then(self._fleet, replace(event, before_first_step=_before_first_step(run)))
-        self._then(self._after_exit, run)
+        problem = self._trained_nothing(run, event)
+        text = f"error[{problem.code}] {problem.what}" if problem is not None else ""
+        event = replace(event, before_first_step=_before_first_step(run), trained_nothing=text)
+        self._then(self._fleet, event)
+        self._then(self._after_exit, run, problem)
 
-    def _after_exit(self, run: RunState) -> None:
+    def _after_exit(self, run: RunState, problem: Problem | None) -> None:
         if not run.has_ended:
             self._update_unmanaged(run)
+        elif run.status == FAILED:
+            run.problem = run.problem or problem
+
+    def _trained_nothing(self, run: RunState, event: fe.ProcessExited) -> Problem | None:
+        """Return the error of a trainer that reached the end of its script without taking part; None if it did.
+
+        It never connected; or it connected, had nothing to train yet, and no member has committed a step either.
+        """
+        process = self._state.fleet.processes.get((run.name, event.member))
+        ended_well = event.cause == "done" and not (run.spec.compat or run.membership.finished or run.has_ended)
+        if not ended_well or process is None or process.incarnation != event.incarnation or process.role != TRAINER:
+            return None
+        member = run.membership.members.get(event.member)
+        began = member is None or member.incarnation != event.incarnation or member.status != membership.STARTING
+        if process.joined and (began or not _before_first_step(run)):
+            return None
+        return trained_nothing(run.spec, joined=process.joined)
 
     def _coordinator_started(self, event: fe.CoordinatorStarted) -> None:
         self._then(self._fleet, event)

@@ -15,7 +15,7 @@ from shoal.core.fleet.restart_policy import RestartLimits
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER, MembershipSettings
 from shoal.core.provisioning.events import PoolProblem
 from shoal.core.runs.spec import Problem, RoleSpec, RunSpec, Value
-from shoal.errors import NoMachines
+from shoal.errors import NoMachines, NothingTrained
 
 DEFAULT_SERVERS = 2
 
@@ -58,6 +58,23 @@ def machine_requirements(spec: RunSpec) -> dict[str, MachineRequirements]:
         size = (role_spec.cpus, role_spec.memory_bytes) if apart or role != EVALUATOR else (0, 0)
         requirements[role] = MachineRequirements(pools, strict, apart, *size)
     return requirements
+
+
+def trained_nothing(spec: RunSpec, *, joined: bool) -> Problem:
+    """Return the error of a script that ended well without training in the run; `joined` if it called Shoal at all."""
+    script = next(iter(spec.argv), "the script")
+    if joined:
+        what = f"{script} joined the run but trained nothing"
+        why = "it ended before its first batch, so no step of the run was computed"
+        do = "train over run.batches(…), or call fit in Keras, between shoal.join() and the end of the script"
+    else:
+        what = f"{script} ended without joining the run"
+        why = "it never called Shoal, so every member trained a copy of its own, on all the data"
+        do = (
+            "add: import shoal.torch as shoal; run = shoal.join(); model, optimizer = run.attach(model, optimizer) "
+            "(Keras: import shoal.keras as shoal), or start it unmodified: shoal run --compat torchrun"
+        )
+    return Problem(NothingTrained.code, what, "", why, do)
 
 
 def no_machines(run: str, problems: Sequence[PoolProblem]) -> Problem:

@@ -104,3 +104,50 @@ def test_story_does_not_tell_a_lost_connection_of_a_member_that_finished() -> No
     coordinator = TwoMembers()
     coordinator.apply("r", ev.MemberDone("lab/0", 9))
     assert not [text for text in coordinator.story(ev.MemberDisconnected("lab/0")) if "lost its connection" in text]
+
+
+class TwoProcesses(TwoMembers):
+    """A coordinator whose run of two to two members has two processes; their scripts have not called Shoal yet."""
+
+    def __init__(self, compat: str = "") -> None:
+        self.state, self.now = CoordinatorState(), 1000.0
+        self.apply("r", run_events.RunCreated(RunSpec("t", ("t.py",), "/", (2, 2), compat=compat), {}))
+        self.apply("", fe.AgentConnected("lab", 2, "h"))
+        self.incarnations = {p.member: p.incarnation for p in self.state.fleet.processes.values()}
+
+    def connect(self, member: str) -> None:
+        self.apply("r", ev.MemberConnected(member, self.incarnations[member], Address("h", 1)))
+
+
+def test_script_that_ends_well_without_joining_fails_the_run() -> None:
+    coordinator = TwoProcesses()
+    coordinator.exit("lab/0", "done")
+    run = coordinator.state.runs["r"]
+    assert (run.status, run.exit_code) == ("failed", exit_codes.FAILED)
+    assert "error[S340] t.py ended without joining the run" in run.reason
+    assert run.problem is not None
+    assert "shoal.join()" in run.problem.do
+
+
+def test_script_that_joins_and_ends_before_its_first_batch_fails_the_run() -> None:
+    coordinator = TwoProcesses()
+    coordinator.connect("lab/0")
+    coordinator.exit("lab/0", "done")
+    assert "error[S340] t.py joined the run but trained nothing" in coordinator.state.runs["r"].reason
+
+
+def test_copy_that_never_joins_does_not_harm_those_that_train() -> None:
+    coordinator = TwoMembers()
+    coordinator.apply("r", ev.ScaleRequested(1, 3))
+    coordinator.apply("", fe.AgentConnected("more", 1, "h"))
+    coordinator.incarnations["more/0"] = coordinator.state.fleet.processes["r", "more/0"].incarnation
+    notes = [i.text for i in coordinator.exit("more/0", "done") if isinstance(i, fe.FleetNote)]
+    assert any("more/0 has not trained: error[S340]" in note for note in notes)
+    assert not coordinator.state.runs["r"].has_ended
+
+
+def test_unmodified_script_need_not_join() -> None:
+    coordinator = TwoProcesses(compat="torchrun")
+    for member in list(coordinator.incarnations):
+        coordinator.exit(member, "done")
+    assert coordinator.state.runs["r"].status == "done"

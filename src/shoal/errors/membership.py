@@ -133,6 +133,17 @@ class PermissionDenied(MembershipError):
     code = "S213"
 
 
+class PeerPortFailed(MembershipError):
+    """The port on which a member accepts connections of its peers stopped working, so the member ends.
+
+    Without it the member would go on until the next change of the world and then keep all others waiting. It is started
+    again as after a crash. Its log has the cause; if it is not the machine (too little memory, too many open files),
+    please report it.
+    """
+
+    code = "S214"
+
+
 class NoCoordinatorAddress(CoordinatorUnreachable):
     """None of the coordinator's addresses can be reached from this machine.
 

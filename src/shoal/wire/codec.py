@@ -9,6 +9,7 @@ import msgspec
 
 from shoal.errors import BadMessage
 from shoal.wire import agent_messages, limits, member_messages
+from shoal.wire.malformed import MALFORMED
 from shoal.wire.protocol import Message
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -40,7 +41,7 @@ class MessageCodec(Generic[M]):
             raise _too_large(len(data))
         try:
             decoded: M = self._decoder.decode(_decompress(data) if data[:1] == COMPRESSED else data)
-        except (ValueError, RecursionError) as error:  # msgspec lets UnicodeDecodeError through
+        except MALFORMED as error:
             raise BadMessage("received a message that does not match the protocol", why=str(error)) from error
         return decoded
 

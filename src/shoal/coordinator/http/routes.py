@@ -41,6 +41,7 @@ from shoal.errors import (
 from shoal.wire import codec
 from shoal.wire.api import ErrorView, Health, ScaleRequest, SetupReport, StopRequest, SubmitRequest
 from shoal.wire.machine_check import CheckRequest
+from shoal.wire.malformed import MALFORMED
 from shoal.wire.protocol import PROTOCOL
 
 HELLO_WITHIN_S = 10.0
@@ -305,7 +306,7 @@ async def _read(request: Request) -> bytes:
 def _parse(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise BadRequest("invalid request body", why=str(error)) from error
 
 

@@ -20,6 +20,9 @@ from shoal.worker.transport.handshake import RING
 from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import alive, disown
 
+# How many members an error names that did not come.
+MAX_NAMED = 5
+
 
 def connect_ring(
     peers: Peers, world: World, timeout_s: float, cancelled: threading.Event, on_break: OnBreak | None = None
@@ -38,7 +41,7 @@ def connect_ring(
         peers.local_host = str(following.getsockname()[0])
         preceding = _wait_for_previous(peers, world, rank, following, deadline)
         ring = Ring(rank, members, following, preceding, on_break)
-        _wait_for_all(ring, deadline)
+        _wait_for_all(ring, world, rank, deadline)
     except ExchangeBroken:
         peers.listener.refuse_world(world.number)
         raise
@@ -64,11 +67,15 @@ def _wait_for_previous(
     return sock
 
 
-def _wait_for_all(ring: Ring, deadline: ConnectDeadline) -> None:
+def _wait_for_all(ring: Ring, world: World, rank: int, deadline: ConnectDeadline) -> None:
+    """Return when a first gather has gone round; else name the members that this one is not connected to."""
     work = ring.gather(np.zeros(1))
+    unseen = [world.seats[(rank + hop) % world.size].member for hop in range(2, world.size - 1)]
+    late = unseen or [world.seats[rank - 1].member, world.seats[(rank + 1) % world.size].member]
+    names = ", ".join(dict.fromkeys(late[:MAX_NAMED])) + (" or others" if len(late) > MAX_NAMED else "")
     try:
         while not work.done(POLL_S):
-            deadline.check((), "not all members joined the ring")
+            deadline.check((), f"world {world.number} did not become complete: {names} did not join its ring")
         work.wait()
     except ExchangeBroken:
         ring.close()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.parameter_server.ticket_ledger import Ticket, TicketGranted
+from shoal.wire.malformed import MALFORMED
 
 HEADER_LIMIT_BYTES = 64 << 20
 _PREFIX = struct.Struct("!4sIQ")
@@ -181,5 +182,5 @@ def _receive_exactly(sock: socket.socket, count: int) -> memoryview:
 def _decode(decoder: Any, packed: memoryview) -> Any:
     try:
         return decoder.decode(packed)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except MALFORMED as error:
         raise MalformedFrame(f"invalid frame header: {error}") from error

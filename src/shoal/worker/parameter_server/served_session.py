@@ -71,6 +71,7 @@ class ServedSession(CoordinatorClient):
             environment.host,
             port_range(self.settings.ports),
             others=environment.other_hosts,
+            on_failure=self._on_fatal,
         )
         self.address = self.peers.address
         self._uplink.open()

@@ -66,7 +66,14 @@ class CoordinatorClient:
         }
         heartbeat_s, lease_s = self.settings.heartbeat_s, self.settings.lease_s
         self._uplink = MemberUplink(
-            environment.url, access, self._on_connect, self._on_message, self._heartbeat, heartbeat_s, lease_s
+            environment.url,
+            access,
+            self._on_connect,
+            self._on_message,
+            self._heartbeat,
+            heartbeat_s,
+            lease_s,
+            self._on_uplink_failed,
         )
 
     def set_phase(self, name: str, since: float | None = None) -> None:
@@ -184,6 +191,18 @@ class CoordinatorClient:
         if name not in self._claims:
             self._claims[name] = REQUESTED
             self._send(messages.ClaimMsg(name))
+
+    def _on_uplink_failed(self, error: Exception) -> None:
+        cause = f"{type(error).__name__}: {error}"
+        self._on_fatal(
+            errors.MembershipError("the connection to the coordinator failed here", why=cause, where=self.me)
+        )
+
+    def _on_fatal(self, error: errors.ShoalError) -> None:
+        """Let the main thread raise an error of another thread, without which this member cannot go on."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     # --- handling messages, in the uplink's thread
 

@@ -92,6 +92,7 @@ class MemberWorlds(CoordinatorClient):
             environment.host,
             port_range(self.settings.ports),
             others=environment.other_hosts,
+            on_failure=self._on_fatal,
         )
         self.address = self.peers.address
         self._pending_worlds = PendingWorlds(

@@ -106,6 +106,12 @@ class PendingWorlds:
             if not cancelled.is_set():
                 self._on_failed(world, after, broken)
             return
+        except Exception as error:  # noqa: BLE001 - the outer loop of this thread: the coordinator must hear of it
+            self._forget(cancelled)
+            if not cancelled.is_set():
+                failed = f"connecting world {world.number} failed here: {type(error).__name__}: {error}"
+                self._on_failed(world, after, ExchangeBroken(failed))
+            return
         pending = PendingWorld(world, exchange, after)
         if not self._on_connected(pending, cancelled):
             abandon(pending)

@@ -32,7 +32,8 @@ class MemberUplink:
     """One WebSocket after another: one thread connects and receives, another sends heartbeats.
 
     `on_connect(send, attach)` sends the hello on a new socket and then attaches it; nothing is sent on it before.
-    `on_message` handles every message, in the receiving thread. `heartbeat` returns the next heartbeat.
+    `on_message` handles every message, in the receiving thread. `heartbeat` returns the next heartbeat. `on_failure` is
+    called if one of them raises: then the thread ends, and the member has no uplink any more.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class MemberUplink:
         heartbeat: Callable[[], messages.HeartbeatMsg],
         heartbeat_s: float,
         silence_limit_s: float,
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self._address = url.replace("http", "ws", 1).rstrip("/") + "/v1/member"
         self._access = access
         self._on_connect = on_connect
         self._on_message = on_message
         self._heartbeat = heartbeat
+        self._on_failure = on_failure
         self.heartbeat_s = heartbeat_s
         self._silence_limit_s = silence_limit_s
         self._socket: ClientConnection | None = None
@@ -58,8 +61,8 @@ class MemberUplink:
         self._down_since: float | None = time.monotonic()
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._receive, name="shoal-uplink", daemon=True),
-            threading.Thread(target=self._send_heartbeats, name="shoal-heartbeat", daemon=True),
+            threading.Thread(target=self._run, args=(self._receive,), name="shoal-uplink", daemon=True),
+            threading.Thread(target=self._run, args=(self._send_heartbeats,), name="shoal-heartbeat", daemon=True),
         ]
 
     def open(self) -> None:
@@ -97,6 +100,12 @@ class MemberUplink:
         socket = self._socket
         if socket is not None:
             socket.close()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the outer loop of both threads: the main thread must hear of it
+            self._on_failure(error)
 
     def _receive(self) -> None:
         attempt = 0

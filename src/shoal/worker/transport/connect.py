@@ -164,12 +164,13 @@ class _PeerConnect:
 
     def _begin(self, host: str) -> None:
         try:
+            hello = handshake.pack(self._hello())
             where = socket.getaddrinfo(host, self._seat.address.port, type=socket.SOCK_STREAM)[0]
             sock = own(socket.socket(where[0], socket.SOCK_STREAM))
-        except OSError as error:
+        except (OSError, ValueError, OverflowError, HandshakeFailed) as error:  # a host or port that cannot exist
             self._failures[host] = error
             return
-        attempt = _AddressAttempt(host, sock, handshake.pack(self._hello()))
+        attempt = _AddressAttempt(host, sock, hello)
         self._attempts[sock.fileno()] = attempt
         try:
             sock.setblocking(False)

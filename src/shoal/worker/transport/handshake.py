@@ -19,9 +19,12 @@ import struct
 
 import msgspec
 
+from shoal.wire.malformed import MALFORMED
+
 MAGIC = b"shoal1"
 PREFIX = struct.Struct("!6sH")
-HELLO_LIMIT_BYTES = 1024
+# Five names of the longest kind that the wire allows, in any script.
+HELLO_LIMIT_BYTES = 6 << 10
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
@@ -81,7 +84,7 @@ def unpack(body: bytes) -> PeerHello:
     """Decode a hello; what it claims is not proven yet."""
     try:
         hello = msgspec.msgpack.decode(body, type=PeerHello)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise HandshakeFailed(f"malformed hello: {error}") from error
     if hello.kind not in (RING, STATE, CALL, COPY) or len(hello.nonce) != NONCE_BYTES:
         raise HandshakeFailed("malformed hello")

@@ -4,6 +4,10 @@ One thread serves the listening socket, connections in mid-handshake, and authen
 claimed yet. Unauthenticated connections are few, short-lived and may send little; when there are too many, the oldest
 is closed. All methods of `PeerListener` may be called from any thread; `arrived` is the condition, and the lock, that
 guards the idle peers and the refused worlds.
+
+Anybody who can reach the port may send anything. Whatever one connection makes go wrong costs that connection, never
+the thread. If the thread fails all the same, it closes the port and calls `on_failure`: a member whose port is dead
+would train on until the next change of the world, and then keep every peer waiting for it.
 """
 
 from __future__ import annotations
@@ -27,7 +31,10 @@ from shoal.worker.transport.sockets import alive, disown, own, tune
 MAX_PENDING = 64
 MAX_IDLE = 512
 HANDSHAKE_TIMEOUT_S = 3.0
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 IDLE_TIMEOUT_S = 30.0
+# How long to leave new connections in the backlog when there is no file descriptor for them.
+ACCEPT_PAUSE_S = 0.1
 
 log = logging.getLogger("shoal.peers")
 
@@ -67,7 +74,8 @@ class _IdlePeer:
 class PeerListener:
     """Accepts and authenticates connections, and hands them out by (kind, world, member).
 
-    `on_arrival(hello)` is called from the listener's thread for every authenticated connection.
+    `on_arrival(hello)` is called from the listener's thread for every authenticated connection, `on_failure(error)` if
+    the thread ends because of an error.
     """
 
     def __init__(
@@ -76,15 +84,18 @@ class PeerListener:
         identity: Identity,
         user_timeout_ms: int,
         on_arrival: Callable[[PeerHello], object],
+        on_failure: Callable[[Exception], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listener, self._identity = own(listener), identity
-        self._user_timeout_ms, self._on_arrival, self._clock = user_timeout_ms, on_arrival, clock
+        self._user_timeout_ms, self._clock = user_timeout_ms, clock
+        self._on_arrival, self._on_failure = on_arrival, on_failure
         self._pending: dict[int, _PendingHandshake] = {}
         self._idle: dict[tuple[str, int, str], _IdlePeer] = {}
         self._refused_worlds: set[int] = set()
         self._ended_up_to = -1
         self._closed = False
+        self._accept_again_at: float | None = None
         self.arrived = threading.Condition()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
@@ -140,28 +151,44 @@ class PeerListener:
     # --- in the listener's own thread
 
     def _serve(self) -> None:
-        while not self._closed:
-            for fd, _ in self._poll.poll(self._poll_timeout_ms()):
-                if fd == self._listener.fileno():
-                    self._accept()
-                elif fd in self._pending:
-                    self._receive(self._pending[fd])
-                elif fd == self._wakeup:
-                    os.eventfd_read(fd)
-                else:
-                    self._close_idle_fd(fd)
-            self._expire()
+        try:
+            while not self._closed:
+                self._serve_once()
+        except Exception as error:
+            log.exception("the port for peers failed")
+            self._close_all()
+            self._on_failure(error)
+        else:
+            self._close_all()
+
+    def _serve_once(self) -> None:
+        for fd, _ in self._poll.poll(self._poll_timeout_ms()):
+            if fd == self._listener.fileno():
+                self._accept()
+            elif fd in self._pending:
+                self._receive(self._pending[fd])
+            elif fd == self._wakeup:
+                os.eventfd_read(fd)
+            else:
+                self._close_idle_fd(fd)
+        self._expire()
+
+    def _close_all(self) -> None:
         for pending in list(self._pending.values()):
             self._drop(pending, "the listener closes")
         with self.arrived:
+            self._closed = True
             self._close_idle(lambda _: True)
             disown(self._listener)
             os.close(self._wakeup)
+            self.arrived.notify_all()
 
     def _poll_timeout_ms(self) -> float | None:
         with self.arrived:
             deadlines = [peer.until for peer in self._idle.values()]
         deadlines += [pending.until for pending in self._pending.values()]
+        if self._accept_again_at is not None:
+            deadlines.append(self._accept_again_at)
         first = min(deadlines, default=float("inf"))
         return None if first == float("inf") else max(0.0, first - self._clock()) * 1000 + 1
 
@@ -169,10 +196,13 @@ class PeerListener:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            # Out of file descriptors, or the peer is gone again: neither may end the listener.
+            # Out of file descriptors, or the peer is gone again: neither may end the listener, nor keep it busy.
             log.debug("cannot accept: %s", error)
             if self._pending:
                 self._drop(next(iter(self._pending.values())), "too many connections")
+            elif error.errno in OUT_OF_RESOURCES:
+                self._poll.unregister(self._listener)
+                self._accept_again_at = self._clock() + ACCEPT_PAUSE_S
             return
         own(sock)
         sock.setblocking(False)
@@ -192,6 +222,9 @@ class PeerListener:
         except BlockingIOError:
             return
         except (HandshakeFailed, OSError) as error:
+            self._drop(pending, str(error))
+        except Exception as error:  # noqa: BLE001 - nothing that a stranger sends may end this thread
+            log.warning("dropped a connection of a peer: %s: %s", type(error).__name__, error)
             self._drop(pending, str(error))
 
     def _advance(self, pending: _PendingHandshake, data: bytes) -> None:
@@ -223,13 +256,13 @@ class PeerListener:
 
     def _admit(self, pending: _PendingHandshake, hello: PeerHello) -> None:
         sock = pending.sock
-        del self._pending[sock.fileno()]
         tune(sock, self._user_timeout_ms)
         until = self._clock() + IDLE_TIMEOUT_S if hello.kind == handshake.RING else float("inf")
         key = (hello.kind, hello.world, hello.member)
         with self.arrived:
+            self._check_hello(hello)  # again, under the lock: its world may have ended during the handshake
+            del self._pending[sock.fileno()]
             self._poll.modify(sock, select.POLLRDHUP)
-            self._check_again(sock, hello)
             if key in self._idle:
                 self._close_idle(lambda peer: peer is self._idle[key])
             if len(self._idle) >= MAX_IDLE:
@@ -238,15 +271,6 @@ class PeerListener:
             self._idle[key] = _IdlePeer(sock, hello, until)
             self.arrived.notify_all()
         self._on_arrival(hello)
-
-    def _check_again(self, sock: socket.socket, hello: PeerHello) -> None:
-        """Check the hello under the lock: its world may have ended during the handshake."""
-        try:
-            self._check_hello(hello)
-        except HandshakeFailed:
-            self._poll.unregister(sock)
-            disown(sock)
-            raise
 
     def _drop(self, pending: _PendingHandshake, why: str) -> None:
         log.debug("dropped a connection: %s", why)
@@ -260,6 +284,9 @@ class PeerListener:
 
     def _expire(self) -> None:
         now = self._clock()
+        if self._accept_again_at is not None and self._accept_again_at <= now:
+            self._accept_again_at = None
+            self._poll.register(self._listener, select.POLLIN)
         for pending in [pending for pending in self._pending.values() if pending.until <= now]:
             self._drop(pending, "handshake timed out")
         with self.arrived:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from shoal.core.world import Address, Seat, World
+from shoal.errors import PeerPortFailed
 from shoal.worker.transport import state_transfer
 from shoal.worker.transport.address_cache import AddressCache
 from shoal.worker.transport.connect import ConnectDeadline, connect_to_member
@@ -32,6 +33,7 @@ class Peers:
     """The listening port of a member, its outgoing connections, and the states it offers to joiners.
 
     `address` is where peers reach it. `local_host` is its own address on the way to its neighbour in the latest ring.
+    `on_failure` is called, from another thread, if the port stops working: its owner must not go on without it.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Peers:
         ports: range | None = None,
         user_timeout_ms: int = 5000,
         others: Sequence[str] = (),
+        on_failure: Callable[[PeerPortFailed], object] = lambda _error: None,
     ) -> None:
         self._identity = Identity(make_key(token, run), run, member, incarnation)
         self._user_timeout_ms = user_timeout_ms
@@ -51,13 +54,16 @@ class Peers:
         self._offers: dict[int, _StateOffer] = {}
         self._transfers: dict[socket.socket, tuple[int, threading.Thread]] = {}
         self._closed = False
+        self._on_failure = on_failure
         self._handlers: dict[str, Callable[[PeerHello, socket.socket], object]] = {}
         listener = listen(host, ports, everywhere=bool(others))
         self.member = member
         self.address = Address(host, listener.getsockname()[1], tuple(others))
         self.local_host = host
         self._cache = AddressCache()
-        self.listener = PeerListener(listener, self._identity, user_timeout_ms, self._on_arrival)
+        self.listener = PeerListener(
+            listener, self._identity, user_timeout_ms, self._on_arrival, self._on_listener_failed
+        )
 
     def connect(
         self, kind: str, number: int, seat: Seat, timeout_s: float, cancelled: threading.Event
@@ -114,6 +120,16 @@ class Peers:
         self.listener.close()
         for _, (_, thread) in transfers:
             thread.join()
+
+    def _on_listener_failed(self, error: Exception) -> None:
+        self._on_failure(
+            PeerPortFailed(
+                f"the port for peers, {self.address.port}, stopped working",
+                why=f"{type(error).__name__}: {error}",
+                do="read this member's log; it is started again if the run's restart limits allow it",
+                where=self.member,
+            )
+        )
 
     def _on_arrival(self, hello: PeerHello) -> None:
         if hello.kind == STATE:

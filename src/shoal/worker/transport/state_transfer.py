@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.wire.malformed import MALFORMED
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 CHUNK_BYTES = 2 << 20
@@ -113,7 +114,7 @@ def receive(sock: socket.socket, source: str, timeout_s: float, cancelled: threa
 def _decode(packed: memoryview, reader: _StateReader) -> TransferHeader:
     try:
         header = msgspec.msgpack.decode(packed, type=TransferHeader)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise reader.broken(f"sent a malformed header ({error})") from error
     if any(size < 0 for size in header.sizes) or header.step < 0:
         raise reader.broken("announced a state of negative size")

@@ -49,7 +49,15 @@ class Member:
 
     def __init__(self, url: str) -> None:
         self.received: list[Any] = []
-        self.uplink = MemberUplink(url, Credentials("secret"), self._hello, self.received.append, _heartbeat, 0.02, 1.0)
+        self.failures: list[Exception] = []
+        self.uplink = MemberUplink(
+            url, Credentials("secret"), self._hello, self._receive, _heartbeat, 0.02, 1.0, self.failures.append
+        )
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, messages.RestoreMsg):
+            raise ZeroDivisionError
+        self.received.append(message)
 
     @staticmethod
     def _hello(send: Any, attach: Any) -> None:
@@ -108,3 +116,21 @@ def test_lease_is_fresh_after_a_pong_or_while_the_coordinator_is_down(coordinato
     until(lambda: nobody.uplink.may_step_alone(60.0), "a refused connection")
     assert nobody.uplink.down_for_s > 0.0
     nobody.uplink.close()
+
+
+@pytest.mark.parametrize("frame", [b"\x81\xa4type\xa4\xff\xff\xff\xff", b"\x91" * 3000], ids=["not UTF-8", "nested"])
+def test_malformed_message_costs_the_connection_and_not_the_uplink(
+    coordinator: Coordinator, member: Member, frame: bytes
+) -> None:
+    member.uplink.open()
+    until(lambda: coordinator.connections, "the first connection")[0].send(frame)
+    until(lambda: len(coordinator.connections) == 2, "the second connection")
+    assert not member.failures
+
+
+def test_error_in_a_handler_is_reported_and_not_swallowed(coordinator: Coordinator, member: Member) -> None:
+    member.uplink.open()
+    restore = codec.to_member.encode(messages.RestoreMsg("no member has the state"))
+    until(lambda: coordinator.connections, "the connection")[0].send(restore)
+    (failure,) = until(lambda: member.failures, "the failure")
+    assert isinstance(failure, ZeroDivisionError)

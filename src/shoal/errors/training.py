@@ -95,17 +95,21 @@ class StateUnsupported(TrainingError):
 class UnusableBackward(TrainingError):
     """The loop does not make exactly one step of each batch.
 
-    For each batch from ``run.batches``, call ``run.backward(loss)`` once and then ``optimizer.step()`` once. Optimizers
-    that take a closure (LBFGS) evaluate the model several times per step and are not supported.
+    For each batch from ``run.batches``, call ``run.backward(loss)`` once and then ``optimizer.step()`` once. A plain
+    ``loss.backward()`` beside it adds gradients that are not summed over members: add the losses instead. Optimizers
+    that take a closure (LBFGS) evaluate the model several times per step and are not supported. An attached average of
+    the weights that is updated without ``if run.committed:`` would count repeated steps twice.
     """
 
     code = "S311"
 
 
 class NotAttached(TrainingError):
-    """The run has no model and optimizer yet.
+    """Something that is trained was not given to the run: a model, optimizer, scheduler, average or parameter.
 
-    In PyTorch, call ``run.attach(model, optimizer)`` before the loop. In Keras, pass ``shoal.Elastic()`` as a callback
+    In PyTorch, call ``run.attach(model, optimizer)`` before the loop, with every optimizer and scheduler, and with one
+    ``torch.nn.Module`` that holds all trained parameters, also those of the loss (centre loss, ArcFace, a temperature).
+    What is not attached would be trained by each member on its own. In Keras, pass ``shoal.Elastic()`` as a callback
     to ``model.fit``, or call ``shoal.elastic(optimizer, model)`` before ``shoal.batches``.
     """
 
@@ -171,10 +175,11 @@ class UnusableModel(TrainingError):
     """A model cannot be trained by a run as it is.
 
     In PyTorch, a model on the meta device has shapes but no values: call ``model.to_empty(device="cpu")`` and load
-    weights first, then create the optimizer. In Keras, Shoal takes the gradients that ``train_step`` passes to
-    ``self.optimizer`` and sums them over all members. So the model needs one optimizer that is applied once per step,
-    the TensorFlow or PyTorch backend, and no ``tf.distribute`` strategy. The error names the argument of ``compile`` or
-    ``fit`` to change.
+    weights first, then create the optimizer. A model that torch.distributed divides or sums by itself
+    (DistributedDataParallel, FSDP, DTensor) is attached without the wrapper. In Keras, Shoal takes the gradients
+    that ``train_step`` passes to ``self.optimizer`` and sums them over all members. So the model needs one
+    optimizer that is applied once per step, the TensorFlow or PyTorch backend, and no ``tf.distribute`` strategy.
+    The error names the argument of ``compile`` or ``fit`` to change.
     """
 
     code = "S318"

@@ -17,8 +17,8 @@ from shoal.core.shares.balancer import FIRST_WINDOWS, ShareBalancer
 from shoal.errors import UnsupportedInExactMode, UnsupportedWithLocalSgd, UnusableData
 from shoal.torch.data.fetch import loader_parts, share_loader
 from shoal.torch.data.shard_feed import ShardFeed, ShardLoader
-from shoal.torch.gradients.guards import check_attached
 from shoal.torch.gradients.sync_batchnorm import GlobalBatchNorm
+from shoal.torch.gradients.unattached import check_attached
 from shoal.torch.modes.every_step import TorchTrainer
 from shoal.torch.modes.local_sgd import TorchLocalTrainer
 from shoal.torch.modes.served import TorchServedTrainer

@@ -11,28 +11,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from shoal.core import sync_mode
 from shoal.core.data.lanes import LaneLayout
 from shoal.core.validation import checked_int
-from shoal.errors import NotAttached, SecondTrainingLoop, UnusableBackward, UnusableModel, UnusableShard
+from shoal.errors import NotAttached, SecondTrainingLoop, UnusableBackward, UnusableShard
 from shoal.torch.data.fetch import lane_reader
 from shoal.torch.feeds import Feeds
-from shoal.torch.gradients.guards import (
-    check_attached,
-    check_schedulers,
-    guard_optimizer,
-    guard_scaler,
-    guard_scheduler,
-)
+from shoal.torch.gradients.guards import guard_optimizer, guard_scaler, guard_scheduler
+from shoal.torch.gradients.model_checks import refuse_distributed, refuse_meta
 from shoal.torch.gradients.oom_retry import guard_model
 from shoal.torch.gradients.sync_batchnorm import synchronise
 from shoal.torch.gradients.tree_buckets import fix_numerics
+from shoal.torch.gradients.unattached import check_attached, check_companions
 from shoal.torch.modes.every_step import TorchTrainer
 from shoal.torch.modes.local_sgd import TorchLocalTrainer
 from shoal.torch.modes.served import TorchServedTrainer
 from shoal.torch.modes.sharded_checkpoint import load
 from shoal.torch.state.capture import capture_bytes, restore
+from shoal.torch.state.copies import is_copy
 from shoal.torch.state.fingerprint import fingerprint
 from shoal.worker.base_run import BaseRun
 from shoal.worker.data.feed import Feed
@@ -84,6 +82,7 @@ class Run(BaseRun):
     def epoch_ended(self) -> bool:
         """Whether the last committed step was the last of its epoch."""
         current, feed = self._trainer.current, self._trainer.feed
+        self._trainer.copies.asked = True
         if current is None or feed is None or not current.committed:
             return False
         if isinstance(current, TicketStep):
@@ -98,7 +97,12 @@ class Run(BaseRun):
 
     @property
     def committed(self) -> bool:
-        """Whether the last optimizer step counted; if not, the step is repeated."""
+        """Whether `optimizer.step()` has just completed a step.
+
+        With micro-batches, only after the last one of a step; never for a step that is repeated. So code under
+        ``if run.committed:`` runs once per step.
+        """
+        self._trainer.copies.asked = True
         return self._trainer.committed
 
     # --- training
@@ -106,20 +110,14 @@ class Run(BaseRun):
     def attach(self, *parts: Any) -> Any:
         """Train these objects with the other members: a model, its optimizers, schedulers and scaler; return them.
 
-        Their state is shared with joiners and checkpoints. Raises NotAttached for objects without a state, and
-        UnusableModel for a model without memory (meta device).
+        Their state is shared with joiners and checkpoints. Averages of the model's weights (EMA, SWA) and anything
+        else with a state_dict can be attached too. Raises NotAttached for objects without a state, and UnusableModel
+        for a model without memory (meta device) or one that torch distributes by itself (DDP, FSDP).
         """
         trainer = self._trainer
+        self._attach_model(parts)
         for part in parts:
-            if isinstance(part, torch.nn.Module):
-                if trainer.model is not None and trainer.model is not part:
-                    raise NotAttached("two models were attached", do="put both into one torch.nn.Module")
-                _refuse_meta(part)
-                if trainer.model is None:
-                    guard_model(trainer, part)
-                trainer.model = part
-                self._training_state.parts["model"] = part
-            elif any(part is attached for attached in self._training_state.parts.values()):
+            if any(part is attached for attached in self._training_state.parts.values()):
                 continue
             elif isinstance(part, torch.optim.Optimizer):
                 guard_optimizer(trainer, part)
@@ -132,6 +130,28 @@ class Run(BaseRun):
             elif part is not None:
                 self._attach_other(part)
         return parts[0] if len(parts) == 1 else parts
+
+    def _attach_model(self, parts: Sequence[Any]) -> None:
+        """Attach the model among these parts: the module that an optimizer trains, or else the first one."""
+        trainer = self._trainer
+        modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        given = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        trained = {id(p) for o in (*trainer.optimizers, *given) for group in o.param_groups for p in group["params"]}
+        for module in modules:
+            refuse_distributed(module, given)
+            refuse_meta(module)
+        models = [module for module in modules if any(id(p) in trained for p in module.parameters())]
+        if trainer.model is None and not models:
+            models = [module for module in modules if not isinstance(module, AveragedModel)][:1]
+        for model in models:
+            if trainer.model is None:
+                guard_model(trainer, model)
+                trainer.model = self._training_state.parts["model"] = model
+            elif trainer.model is not model:
+                raise NotAttached(
+                    "two models were attached",
+                    do="put both into one: run.attach(torch.nn.ModuleList([first, second]), optimizer1, optimizer2)",
+                )
 
     def _attach_other(self, part: Any) -> None:
         """Attach a scheduler, or another object with a state."""
@@ -283,13 +303,23 @@ class Run(BaseRun):
             raise SecondTrainingLoop("this run already has a training loop", do="write one loop over all epochs")
         check_attached(trainer.model, trainer.optimizers)
         assert trainer.model is not None
-        check_schedulers(trainer.optimizers, self._training_state.parts.values())
+        refuse_distributed(trainer.model, trainer.optimizers)
+        check_companions(trainer.model, trainer.optimizers, self._training_state.parts.values())
+        self._guard_copies(trainer.model)
         trainer.feed = feed
         if isinstance(self._session, EvaluatorSession):
             return self._follow(self._session, trainer.model)
         if feed.shard_range is not None:
             described |= fix_numerics(trainer.model, trainer.synchronised, self._session.settings.threads)
         return trainer.train(feed, fingerprint(trainer.model, trainer.optimizers[0], described), seed)
+
+    def _guard_copies(self, model: torch.nn.Module) -> None:
+        """Let attached averages of the weights change only when a step commits."""
+        trainer = self._trainer
+        for name, part in self._training_state.parts.items():
+            if name.startswith("state") and is_copy(part, model):
+                trainer.refuse_copies()
+                trainer.copies.add(part)
 
     def _follow(self, session: EvaluatorSession, model: torch.nn.Module) -> Iterator[Any]:
         """Evaluate checkpoints until the run ends, then end the process: an evaluator has no batches."""
@@ -305,17 +335,6 @@ class Run(BaseRun):
             session, self._training_state, request, lambda path: torch.save(model.state_dict(), path)
         )
         yield
-
-
-def _refuse_meta(model: torch.nn.Module) -> None:
-    """Raise UnusableModel if parameters or buffers have shapes but no memory."""
-    names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if names:
-        raise UnusableModel(
-            "the model is on the meta device",
-            why=f"{len(names)} of its tensors have no memory; the first is {names[0]}",
-            do='materialise it: model.to_empty(device="cpu") and load weights, before run.attach and the optimizer',
-        )
 
 
 def _scalar(name: str, tensor: torch.Tensor) -> torch.Tensor:

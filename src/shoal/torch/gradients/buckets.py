@@ -28,7 +28,8 @@ used; after the sum, 0 means that no member used it, and its `.grad` becomes Non
 
 *Failures.* If the world breaks during the backward pass, the hook raises `StepAborted` to leave it at once; `finish`
 raises ExchangeBroken if a sum never completes. The step is then repeated, and nothing has been applied. A gradient that
-completes twice (reentrant checkpointing) or that the script computed by itself would be summed wrongly, and is refused.
+completes twice (reentrant checkpointing) or that the script computed by itself would be summed wrongly, and is refused:
+before `run.backward` unless the script zeroes it again, and after it at once, because it would be this member's own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import UnusableBackward
 from shoal.torch.gradients.gradient_norms import TorchGradientNorms
+from shoal.torch.gradients.unattached import user_line
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Adder, Exchange, Work
 
@@ -85,6 +87,9 @@ class Buckets:
         self._works: list[Work] = []
         self._next = 0
         self.norms: TorchGradientNorms | None = None
+        # Whether run.backward is at work, and whether it was for the step in progress.
+        self.in_backward = self.sealed = False
+        self._touched: set[torch.nn.Parameter] = set()
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.parameters]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -99,12 +104,12 @@ class Buckets:
 
     @property
     def has_foreign_gradients(self) -> bool:
-        """Whether a parameter has a gradient that is not a view of its bucket: the script computed it."""
+        """Whether a parameter has a gradient that the script computed: one beside its bucket, or added to it."""
         return any(
             parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr()
             for bucket in self._buckets
             for view, parameter in zip(bucket.views, bucket.parameters, strict=True)
-        )
+        ) or any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._touched)
 
     def refuse_foreign_gradients(self) -> None:
         """Raise UnusableBackward if the script computed gradients itself: they would count once for each member."""
@@ -114,6 +119,7 @@ class Buckets:
                 why="gradients that a script computes by itself are not summed over members",
                 do="add the losses and call run.backward once, or optimizer.zero_grad() before it",
             )
+        self._touched.clear()
 
     def arm(self, exchange: Exchange) -> None:
         """Send every bucket over this exchange as soon as it is complete."""
@@ -160,6 +166,7 @@ class Buckets:
     def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
         """Copy a gradient that is complete into its bucket; send all buckets whose turn has come."""
         if self._exchange is None:
+            self._on_other_gradient(parameter)
             return
         self._check_gradient(parameter)
         bucket, index = self._position[parameter]
@@ -167,6 +174,19 @@ class Buckets:
         bucket.missing -= 1
         while self._next < len(self._buckets) - 1 and self._buckets[self._next].missing == 0:
             self._launch()
+
+    def _on_other_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Refuse a gradient that the script computes after run.backward; remember one from before it."""
+        if self.in_backward:
+            return  # a micro-batch that is not the last
+        if self.sealed:
+            raise UnusableBackward(
+                "loss.backward() was called after run.backward",
+                where=user_line(),
+                why="its gradients are those of this member's own samples and would not be summed over members",
+                do="add the losses and call run.backward(loss + other_loss) once",
+            )
+        self._touched.add(parameter)
 
     def _check_gradient(self, parameter: torch.nn.Parameter) -> None:
         """Raise if the gradient cannot count: it was completed before, or the world broke."""

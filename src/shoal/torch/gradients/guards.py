@@ -8,15 +8,13 @@ methods are replaced on the instance, so that isinstance, state_dict and other w
 from __future__ import annotations
 
 import functools
-import gc
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.errors import NotAttached, UnusableBackward
+from shoal.errors import UnusableBackward
 
 
 class StepGate(Protocol):
@@ -27,6 +25,9 @@ class StepGate(Protocol):
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         """Handle `scaler.step(optimizer)` likewise."""
+
+    def on_scaled(self, scale: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Note that the next loss is multiplied by `scale`, so that it can be shown as it was before."""
 
     @property
     def applied(self) -> bool:
@@ -73,67 +74,6 @@ def guard_optimizer(gate: StepGate, optimizer: torch.optim.Optimizer) -> None:
     _replace(optimizer, "zero_grad", zero_grad)
 
 
-def check_attached(model: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise NotAttached unless a model and an optimizer of its parameters are attached."""
-    if model is None:
-        raise NotAttached("run.attach was not called", do="call run.attach(model, optimizer) before the loop")
-    if not optimizers:
-        raise NotAttached("run.attach got no optimizer", do="run.attach(model, optimizer)")
-    if any(map(torch.nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
-        raise NotAttached(
-            "the model has lazy layers without parameters yet",
-            why="every member would initialise them on its own",
-            do="call the model with a sample before run.attach, on every member",
-        )
-    attached = set(map(id, model.parameters()))
-    for optimizer in optimizers:
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        foreign = [tuple(p.shape) for p in trained if p.requires_grad and id(p) not in attached]
-        if foreign:
-            raise NotAttached(
-                f"{type(optimizer).__name__} trains {len(foreign)} parameters that are not of the attached model",
-                why=f"each member would train its own copy; the first one has shape {foreign[0]}",
-                do="put everything that is trained into one torch.nn.Module, and attach that",
-            )
-
-
-def check_schedulers(optimizers: Sequence[torch.optim.Optimizer], parts: Iterable[Any]) -> None:
-    """Raise NotAttached if a scheduler changes an attached optimizer without being attached itself.
-
-    It would also step after optimizer steps that do not commit, and would be lost by joiners and checkpoints. torch
-    marks an optimizer whose `step` a scheduler counts; only if no attached scheduler explains the mark, live
-    schedulers are searched for among all objects, which takes tens of milliseconds. `ReduceLROnPlateau` leaves no mark.
-    """
-    parts = list(parts)
-    for number, optimizer in enumerate(optimizers):
-        marked = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        if not marked or any(getattr(part, "optimizer", None) is optimizer for part in parts):
-            continue
-        inner = {id(scheduler) for part in parts for scheduler in _schedulers_in(part)}
-        for scheduler in gc.get_objects():
-            if not issubclass(type(scheduler), LRScheduler) or id(scheduler) in inner:
-                continue
-            if getattr(scheduler, "optimizer", None) is optimizer:
-                others = "optimizer" if len(optimizers) == 1 else f"optimizer{number + 1}"
-                raise NotAttached(
-                    f"{type(scheduler).__name__} changes the learning rate of {type(optimizer).__name__} but is not "
-                    "attached",
-                    why="it would step even if a step does not commit, and joiners would not receive its state",
-                    do=f"run.attach(model, {others}, scheduler)",
-                )
-
-
-def _schedulers_in(value: Any, depth: int = 4) -> Iterator[LRScheduler]:
-    """Yield the schedulers that an attached object holds: itself, in its attributes, or in containers there."""
-    if isinstance(value, LRScheduler):
-        yield value
-    if depth == 0 or isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor | type):
-        return
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    for inner in (*values, *vars(value).values()) if hasattr(value, "__dict__") else values:
-        yield from _schedulers_in(inner, depth - 1)
-
-
 def missing_backward(what: str, has_gradients: bool) -> UnusableBackward:
     """Return the error for a step without run.backward; gradients then show that loss.backward was called instead."""
     if has_gradients:
@@ -171,20 +111,28 @@ def guard_scheduler(gate: StepGate, scheduler: Any) -> None:
 
 def guard_scaler(gate: StepGate, scaler: Any) -> None:
     """Let `gate` decide what a GradScaler does; its step counts even if it skips the optimizer's because of infs."""
-    real_step = scaler.step
+    real_step, real_scale = scaler.step, scaler.scale
+
+    @functools.wraps(real_scale)
+    def scale(_self: Any, outputs: Any) -> Any:
+        if scaler.is_enabled():
+            gate.on_scaled(real_scale)
+        return real_scale(outputs)
 
     @functools.wraps(real_step)
     def step(_self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return gate.apply_scaled(optimizer, functools.partial(real_step, optimizer, *args, **kwargs))
 
     _replace(scaler, "step", step)
+    _replace(scaler, "scale", scale)
     _only_if(scaler, "unscale_", lambda: gate.has_gradient)
     _only_if(scaler, "update", lambda: gate.applied)
 
 
 def reset_scaler(scaler: Any) -> None:
     """Make a scaler forget that it unscaled the gradients of a discarded step, or it refuses to unscale again."""
-    scaler._per_optimizer_states.clear()
+    if scaler.is_enabled():  # a disabled one has no such record
+        scaler._per_optimizer_states.clear()
 
 
 def _only_if(target: Any, name: str, allowed: Callable[[], bool]) -> None:

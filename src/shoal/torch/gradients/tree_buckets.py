@@ -146,6 +146,7 @@ class TreeBuckets(Buckets):
 
     def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
         if not self._in_shard:
+            self._on_other_gradient(parameter)
             return
         self._check_gradient(parameter)
         gradient = parameter.grad

@@ -32,7 +32,10 @@ Invariants:
 - The script's body runs unchanged in all cases: when the world breaks in the middle, the remaining calls of the body
   become no-ops, and the same micro-batches are given out again later.
 - Misuse (no run.backward, two optimizer steps, gradients of the script's own) raises UnusableBackward at the call that
-  shows it. Silence would train a different model on each member.
+  shows it, and what is trained without being attached raises NotAttached (`gradients.unattached`). Silence would train
+  a different model on each member.
+- Random numbers depend on the rank up to the exchange, and on the step alone after it, when members hold equal
+  gradients: noise that a script adds to them is the same everywhere.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from math import inf
 from typing import Any
 
 import torch
@@ -53,7 +57,9 @@ from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.gradients.running_stats import RunningStats
 from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
+from shoal.torch.gradients.unattached import OptimizerWatch, check_companions, check_loss, is_checked_step
 from shoal.torch.modes.lr_scaling import ScaledLearningRate
+from shoal.torch.state.copies import ModelCopies
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.data.feed import Feed, IndexedFeed
@@ -79,6 +85,10 @@ class TorchTrainer(Loop):
         self._running_stats: RunningStats | None = None
         self._sums = MicroBatchSums()
         self._in_scaler = False
+        self._loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._known_rate: float | None = None
+        self._watch: OptimizerWatch | None = None
+        self.copies = ModelCopies(self)
 
     def _progress(self, calls: int) -> int:
         """Return how far a scheduler advances that has been called `calls` times; 1 if the batch size is fixed.
@@ -101,7 +111,15 @@ class TorchTrainer(Loop):
         self._running_stats = RunningStats(self.model)
         self._training_state.after_load.append(self._running_stats.save)
         self._choose_exchange()
+        self._watch = OptimizerWatch(self.model, self.optimizers, self._step_in_progress)
         return all(p.device.type == "cpu" for p in self.model.parameters())
+
+    def _end_loop(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _step_in_progress(self) -> int | None:
+        return self.current.number if self.looping and self.current is not None else None
 
     def _choose_exchange(self) -> None:
         """Use the ring on CPUs and NCCL on GPUs, unless the setting `exchange` says otherwise."""
@@ -120,7 +138,13 @@ class TorchTrainer(Loop):
     def _rate(self) -> float:
         return sum(float(group.get("lr") or 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
 
+    def _begin_body(self, current: Step) -> None:
+        if is_checked_step(current.number):
+            self.copies.begin_body()
+
     def _check_micro_batch(self, current: Step, number: int) -> None:
+        if is_checked_step(current.number):
+            self.copies.check_body()
         if current.backwards <= number:
             raise missing_backward(f"step {current.number} ended without run.backward", self._has_script_gradients())
         if current.on_last_micro_batch and not current.committed and self._misses_step(current):
@@ -152,6 +176,8 @@ class TorchTrainer(Loop):
         if current is not None and not current.committed and self._running_stats is not None:
             self._running_stats.roll_back()
             self._sums.clear()
+            if self._buckets is not None:
+                self._buckets.sealed = False
             for parameter in self._buckets.parameters if self._buckets is not None else ():
                 parameter.grad = None
             scaler = self._training_state.parts.get("scaler")
@@ -182,14 +208,20 @@ class TorchTrainer(Loop):
                 "run.backward was called twice for one batch", do="add the losses, then call it once"
             )
         current.backwards += 1
+        loss_scale, self._loss_scale = self._loss_scale, None
         if current.discarded:
             return
         samples = current.micro_batches[current.index].samples
+        if current.backwards == 1 and samples and is_checked_step(current.number):
+            self._check_loss(loss)
         counts = float(samples if weight is None else weight) if samples else 0.0
         current.micro_batch_weight = counts if current.shard_range is None else exact_weight(counts)
         current.weight += current.micro_batch_weight
         if current.micro_batch_weight:
-            current.loss = current.loss + loss.detach() * current.micro_batch_weight
+            shown = loss.detach()
+            if loss_scale is not None:
+                shown = shown / loss_scale(torch.ones_like(shown))
+            current.loss = current.loss + shown * current.micro_batch_weight
         scaled = loss * (current.micro_batch_weight / current.global_batch_size)
         if self._session.broken:
             return
@@ -201,6 +233,8 @@ class TorchTrainer(Loop):
             current.gradient_norms = self._buckets.norms = self._norms_due(current)
             if isinstance(self._buckets, TreeBuckets) and current.shard_range is not None:
                 self._buckets.begin_step(current.shard_range)
+        assert self._buckets is not None
+        self._buckets.in_backward = True
         try:
             self._backward_pass(current, scaled)
         except (MemoryError, RuntimeError) as error:
@@ -210,6 +244,12 @@ class TorchTrainer(Loop):
             if current.sending and current.world.size > 1:
                 # Some gradients may have been sent already: all members repeat the step, in another world.
                 self._session.fail(ExchangeBroken(f"{self._session.me} ran out of memory"))
+        finally:
+            self._buckets.in_backward, self._buckets.sealed = False, True
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        assert self.model is not None
+        check_loss(loss, [self.model, *(copy for copy in self.copies.copies if isinstance(copy, torch.nn.Module))])
 
     def _backward_pass(self, current: Step, scaled: torch.Tensor) -> None:
         if current.on_last_micro_batch:
@@ -267,6 +307,8 @@ class TorchTrainer(Loop):
             self._buckets.finish(total / current.global_batch_size if total else 1.0, current.empty)
             current.wait_s = time.perf_counter() - current.started_at - current.compute_s
             current.reduced = True
+            # Gradients are equal now. What the script draws from here on, such as noise for them, must be equal too.
+            self._seed(current.common_seed)
         except ExchangeBroken as broken:
             session.fail(broken)
         except StepAborted as aborted:
@@ -308,9 +350,21 @@ class TorchTrainer(Loop):
             return None
         if not current.stepped and not self._begin_commit():
             return None
+        self._check_rates()
         result = self._step_with_gain(optimizer, real)
         self._mark_stepped(current, optimizer)
         return result
+
+    def _check_rates(self) -> None:
+        """Search once for a scheduler that is not attached, when a learning rate changes though none is attached."""
+        if self.schedulers or self._known_rate == inf:
+            return
+        rate = self._rate()
+        if self._known_rate is not None and rate != self._known_rate:
+            assert self.model is not None
+            check_companions(self.model, self.optimizers, self._training_state.parts.values())
+            rate = inf
+        self._known_rate = rate
 
     def _mark_stepped(self, current: Step, optimizer: torch.optim.Optimizer) -> None:
         current.stepped.add(id(optimizer))
@@ -357,6 +411,7 @@ class TorchTrainer(Loop):
         else:
             self._running_stats.roll_back()
         self._running_stats.save()
+        self._buckets.sealed = False
         super()._commit(current)
 
     def on_out_of_memory(self, error: BaseException) -> None:
@@ -364,8 +419,14 @@ class TorchTrainer(Loop):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    def on_scaled(self, scale: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._loss_scale = scale
+
     def refuse_scaler(self) -> None:
         """Accept a GradScaler: this mode supports it."""
+
+    def refuse_copies(self) -> None:
+        """Accept averages of the weights: this mode supports them."""
 
     # --- BatchNormReducer
 

@@ -17,6 +17,7 @@ from shoal.errors import UnusableBackward
 from shoal.torch.gradients.guards import missing_backward, refuse_step_outside_loop
 from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
+from shoal.torch.gradients.unattached import OptimizerWatch, check_loss, is_checked_step
 from shoal.torch.modes.every_step import seed_everything
 from shoal.torch.modes.server_shard import (
     PER_EPOCH,
@@ -26,6 +27,7 @@ from shoal.torch.modes.server_shard import (
     encode_push,
     load_part,
 )
+from shoal.torch.state.copies import ModelCopies
 from shoal.worker.parameter_server.rpc import Raw
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.ticket_loop import TicketLoop, TicketStep
@@ -46,6 +48,19 @@ class TorchServedTrainer(TicketLoop):
         self._sums = MicroBatchSums()
         self._schedule_unit = 0
         self._saw_backward = False
+        self._watch: OptimizerWatch | None = None
+        self.copies = ModelCopies(self)
+
+    def _start_loop(self) -> None:
+        assert self.model is not None
+        self._watch = OptimizerWatch(self.model, self.optimizers, self._step_in_progress)
+
+    def _end_loop(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _step_in_progress(self) -> int | None:
+        return self.current.granted.ticket.step if self.looping and self.current is not None else None
 
     # --- hooks of the loop
 
@@ -114,6 +129,9 @@ class TorchServedTrainer(TicketLoop):
         if current.abandoned:
             return
         samples = current.micro_batches[current.index].samples
+        if current.backwards == 1 and is_checked_step(current.granted.ticket.step):
+            assert self.model is not None
+            check_loss(loss, [self.model])
         counts = float(samples if weight is None else weight)
         current.weight += counts
         if counts:
@@ -190,6 +208,13 @@ class TorchServedTrainer(TicketLoop):
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:  # noqa: ARG002
         self.refuse_scaler()
+
+    def on_scaled(self, scale: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        del scale
+        self.refuse_scaler()
+
+    def refuse_copies(self) -> None:
+        raise self.unsupported("an average of the weights", "average checkpoints afterwards")
 
     def refuse_scaler(self) -> None:
         raise self.unsupported("GradScaler", "train in bfloat16, which needs no scaler")

@@ -65,7 +65,7 @@ def capture(parts: Mapping[str, Stateful]) -> tuple[bytes, list[torch.Tensor]]:
     encoder = StateEncoder()
     trees: dict[str, Any] = {}
     for name, part in parts.items():
-        trees[name] = encoder.encode(part.state_dict(), name, _live_memory(part))
+        trees[name] = encoder.encode(part.state_dict(), name, _live_memory(name, part))
     tensors, buffers = encoder.layout()
     header = _TorchStateHeader(FORMAT, trees, tensors, [buffer.numel() for buffer in buffers])
     return msgspec.msgpack.encode(header), buffers
@@ -135,11 +135,11 @@ class _AllMemory(Container[Memory]):
         return True
 
 
-def _live_memory(part: Stateful) -> Container[Memory]:
-    """Return the memory of a part that only an optimizer step changes."""
+def _live_memory(name: str, part: Stateful) -> Container[Memory]:
+    """Return the memory of a part that only an optimizer step changes; averages of the model change after it."""
     if hasattr(part, "param_groups"):
         return _AllMemory()
-    if isinstance(part, torch.nn.Module):
+    if isinstance(part, torch.nn.Module) and name == "model":
         return {memory_of(p) for p in part.parameters() if not torch.nn.parameter.is_lazy(p)}
     return ()
 

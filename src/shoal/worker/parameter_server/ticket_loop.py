@@ -135,6 +135,12 @@ class TicketLoop(ABC):
     def _end_ticket(self, current: TicketStep) -> None:
         """Clean up after a ticket that was pushed or abandoned."""
 
+    def _start_loop(self) -> None:  # noqa: B027
+        """Set up what the loop needs; by default nothing."""
+
+    def _end_loop(self) -> None:  # noqa: B027
+        """Release what `_start_loop` took; by default nothing."""
+
     # --- the loop
 
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
@@ -150,6 +156,7 @@ class TicketLoop(ABC):
             store = self._shard_store(order, 1 + session.settings.servers)
             ledger = TicketLedger(self._sync.bound, session.settings.ticket_sizing)
             raise serve(session, self._training_state, store, order, ledger, identity)
+        self._start_loop()
         feed.start()
         session.begin(identity)
         over = False
@@ -163,6 +170,7 @@ class TicketLoop(ABC):
             if not over and sys.exc_info()[0] is GeneratorExit:
                 self._client.disconnect()
                 session.leave_loop()
+            self._end_loop()
             feed.close()
             self._client.close()
 

@@ -110,6 +110,12 @@ class Loop(ABC):
     def _check_micro_batch(self, current: Step, number: int) -> None:
         """Raise if the loop body skipped `backward` or `step` for this micro-batch."""
 
+    def _begin_body(self, current: Step) -> None:  # noqa: B027
+        """Prepare for one run of the loop body; by default nothing."""
+
+    def _end_loop(self) -> None:  # noqa: B027
+        """Release what `_start_loop` took; by default nothing."""
+
     # --- the loop
 
     def train(self, feed: Feed, identity: str, seed: int) -> Iterator[Any]:
@@ -140,6 +146,7 @@ class Loop(ABC):
                 session.leave_loop()
                 if self.committed:
                     self._training_state.at_end(session.step or 0)
+            self._end_loop()
             feed.close()
 
     def _run_step(self, feed: Feed, number: int, seed: int) -> Iterator[Any]:
@@ -165,6 +172,7 @@ class Loop(ABC):
             catching_up,
             first=not self.timer.commits,
             shard_range=feed.shard_range,
+            common_seed=step_seed(seed, number, -1),
         )
         if self.current is None or not self.current.discarded:
             self._previous = self.current
@@ -177,6 +185,7 @@ class Loop(ABC):
             current.index = index
             if current.shard is not None:
                 self._seed(step_seed(seed, number, current.shard))
+            self._begin_body(current)
             yield micro_batch.take()
             if session.broken or current.discarded:
                 return

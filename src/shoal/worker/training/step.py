@@ -28,8 +28,9 @@ class Step:
     """One step in progress: this member's share of it, and how far the member has come.
 
     `weight` sums the weights of the micro-batches whose backward pass is done, `micro_batch_weight` is that of the last
-    one, and `loss` sums weight times loss, so that members with unequal shares can be averaged. A `discarded` step ran
-    out of memory: nothing of it was exchanged, and it is repeated with smaller micro-batches.
+    one, and `loss` sums weight times loss, so that members with unequal shares can be averaged. `common_seed` is
+    the same on all members. A `discarded` step ran out of memory: nothing of it was exchanged, and it is repeated with
+    smaller micro-batches.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Step:
     catching_up: tuple[int, ...] = ()
     first: bool = False
     shard_range: ShardRange | None = None
+    common_seed: int = 0
     index: int = 0
     backwards: int = 0
     weight: float = 0.0

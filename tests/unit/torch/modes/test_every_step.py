@@ -54,6 +54,21 @@ def test_two_members_follow_the_trajectory_of_one(
     assert first[1] == second[1] == alone[1] == 6
 
 
+def test_generators_are_seeded_alike_after_the_exchange(tmp_path: Path) -> None:
+    model = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(StandaloneSession(), "unit", str(tmp_path))
+    run.attach(model, optimizer)
+    for x, y in run.batches(DATA, size=8):
+        torch.rand(1 + run.step)  # as many numbers as the share has samples
+        run.backward(torch.nn.functional.mse_loss(model(x), y))
+        assert run._trainer.current is not None
+        drawn = torch.rand(())
+        torch.manual_seed(run._trainer.current.common_seed)
+        assert drawn == torch.rand(())
+        optimizer.step()
+
+
 def test_body_runs_once_per_micro_batch_and_commits_with_the_last(tmp_path: Path) -> None:
     _, steps, committed = train(StandaloneSession(), tmp_path, micro=3)
     assert committed == [False, False, True] * 6

@@ -26,7 +26,7 @@ BUILT_IN = {
     "ray": "shoal.engines.ray.engine:Ray",
 }
 
-MAX_MACHINES = 1_000_000
+MAX_MACHINES = 10_000
 MAX_PRICE = 1e12
 MAX_WAIT_S = 1e9
 

@@ -74,7 +74,7 @@ class BadCount(UsageError):
     """The number of members is invalid.
 
     Write ``-n 4`` for exactly four members or ``-n 2:8`` for two to eight. With a range, the run continues after losses
-    as long as the minimum is present.
+    as long as the minimum is present. A run has at most 10,000 members.
     """
 
     code = "S112"
@@ -126,6 +126,16 @@ class BadNoticeSource(UsageError):
 
     code = "S117"
     exit_code = exit_codes.BAD_SETTING
+
+
+class BadName(UsageError):
+    """The name of a run cannot be shown in one line.
+
+    A name has at most 100 characters, without line breaks, escape codes or other control characters, because ``shoal
+    ps`` and the logs print it. Choose another with ``--name``.
+    """
+
+    code = "S118"
 
 
 class RunAlreadyEnded(UsageError):

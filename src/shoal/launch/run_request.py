@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from shoal.core.runs import admission
 from shoal.errors import BadBudget, BadCount, BadScript, UsageError
 from shoal.launch import pool_selection
 from shoal.launch.settings_layers import ResolvedSettings
@@ -43,8 +44,9 @@ def build_run_spec(
     cwd = Path.cwd()
     check_module(script, cwd) if module else check_script(script, cwd)
     _check_encodable(script, *arguments, str(cwd))
-    default_name = script.rpartition(".")[2] if module else Path(script).stem
+    default_name = admission.printable_name(script.rpartition(".")[2] if module else Path(script).stem)
     parse_settings(settings.for_run())
+    admission.check_name(settings.text("name"), settings.source("name"))
     roles = pool_selection.roles_with_pools(settings, standing=standing)
     on = pool_selection.named_pools(settings) if standing else pool_selection.select_pools(settings, roles)
     return RunSpec(
@@ -67,7 +69,7 @@ def build_run_spec(
 def parse_members(text: str, where: str = "") -> tuple[int, int]:
     """Return (MIN, MAX) from `N` or `MIN:MAX`."""
     low, colon, high = text.strip().partition(":")
-    if not low.isdecimal() or (colon and not high.isdecimal()):
+    if not re.fullmatch(r"[0-9]{1,15}", low) or (colon and not re.fullmatch(r"[0-9]{1,15}", high)):
         raise BadCount(f"invalid member count {text!r}", where=where, do="write -n 4, or -n MIN:MAX such as -n 2:8")
     least, most = int(low), int(high) if colon else int(low)
     if least < 1:
@@ -75,6 +77,7 @@ def parse_members(text: str, where: str = "") -> tuple[int, int]:
     if most < least:
         do = f"write -n {most}:{least}" if most > 0 else "write -n MIN:MAX"
         raise BadCount(f"MIN is greater than MAX in {text}", where=where, do=do)
+    admission.check_members(least, most, where)
     return least, most
 
 

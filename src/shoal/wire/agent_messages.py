@@ -12,6 +12,7 @@ from typing import Annotated, Union
 
 from msgspec import Meta
 
+from shoal.core.fleet.state import MAX_MEMBERS
 from shoal.core.runs.spec import MachineInfo
 from shoal.wire.limits import MAX_ITEMS, Amount, Bytes, Count, Integer, Labels, Name, Seconds, Text, Texts
 from shoal.wire.machine_check import CheckRequest, CheckResult
@@ -32,7 +33,7 @@ class AgentHelloMsg(Message, frozen=True):
     agent: Name
     machine: MachineInfo
     pid: Count
-    slots: Count | None
+    slots: Annotated[int, Meta(ge=0, le=MAX_MEMBERS)] | None
     members: Annotated[tuple[tuple[Name, Name, Name], ...], Meta(max_length=MAX_ITEMS)] = ()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from shoal.cli.options import OutputOptions, with_output_options
+from shoal.core.fleet.state import MAX_MEMBERS
 from shoal.launch import launch_plan, settings_layers
 from shoal.launch.api_client import open_client
 from shoal.launch.coordinator_target import home
@@ -19,7 +20,9 @@ from shoal.launch.coordinator_target import home
 @click.argument("url")
 @click.option("--token-file", envvar="SHOAL_TOKEN_FILE", required=True, help="File with the coordinator's token.")
 @click.option("--name", help="Name of this machine in runs.  [default: its host name]")
-@click.option("--slots", type=click.IntRange(min=0), help="Maximum number of members.  [default: no limit]")
+@click.option(
+    "--slots", type=click.IntRange(min=0, max=MAX_MEMBERS), help="Maximum number of members.  [default: no limit]"
+)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change a setting; see shoal config.")
 @with_output_options
 def command(

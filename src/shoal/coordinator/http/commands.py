@@ -23,7 +23,6 @@ from shoal.core.runs.spec import RunSpec, Value
 from shoal.core.runs.state import DONE, RESUMABLE, RunState
 from shoal.errors import (
     AmbiguousRun,
-    BadCount,
     BadRequest,
     BadRole,
     BadScript,
@@ -77,7 +76,8 @@ class RunCommands:
 
     def create(self, spec: RunSpec, user: str = "") -> RunView:
         """Check a submitted run, create its directory and record it."""
-        _check_count(*spec.members)
+        admission.check_members(*spec.members)
+        admission.check_name(spec.name)
         if not spec.argv:
             raise BadScript("nothing to run", do="name a script")
         if spec.compat and spec.compat not in launcher_env.KINDS:
@@ -120,7 +120,7 @@ class RunCommands:
     def scale(self, run: RunState, request: ScaleRequest) -> RunView:
         """Change the number of members of an active run, and its budget if one is given."""
         self._require_active(run)
-        _check_count(request.min, request.max)
+        admission.check_members(request.min, request.max)
         self._require_journal()
         self._set_budget(run, request)
         return self._record(run.name, ev.ScaleRequested(request.min, request.max))
@@ -143,7 +143,7 @@ class RunCommands:
             raise RunAlreadyEnded(f"run {run.name} is done", why=run.reason)
         limits, machines = run.membership.settings, self._service.state.provisioning
         low, high = (request.min, request.max) if request is not None else (limits.min_members, limits.max_members)
-        _check_count(low, high)
+        admission.check_members(low, high)
         self._require_journal()
         budget = request.budget if request is not None and request.budget is not None else run.budget
         spent = provisioning.account_at(machines, self._service.clock.now()).of_run(run.name).spent
@@ -189,11 +189,6 @@ def _make_directory(path: Path) -> None:
             why=error.strerror or str(error),
             do="free space on the coordinator's disk, or fix its permissions",
         ) from error
-
-
-def _check_count(low: int, high: int) -> None:
-    if not 1 <= low <= high:
-        raise BadCount(f"invalid member count {low}:{high}", why="need 1 ≤ MIN ≤ MAX")
 
 
 def _complete_settings(spec: RunSpec, settings: dict[str, Value]) -> dict[str, Value]:

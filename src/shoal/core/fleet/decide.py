@@ -104,7 +104,7 @@ def decide(state: FleetState, event: fe.Event, now: float) -> tuple[FleetState, 
     """Return the next state and the instructions that follow from an event."""
     draft = FleetDraft(state, now)
     _HANDLERS[type(event)](draft, event)
-    if not isinstance(event, _WITHOUT_CONSEQUENCES):
+    if not isinstance(event, _WITHOUT_CONSEQUENCES) or _is_group_started(draft, event):
         advance(draft)
     return draft.result()
 
@@ -267,6 +267,12 @@ def _on_process_started(draft: FleetDraft, event: fe.ProcessStarted) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None and p.incarnation == event.incarnation:
         draft.update(p, pid=event.pid, status=RUNNING if p.status == STARTING else p.status)
+
+
+def _is_group_started(draft: FleetDraft, event: fe.Event) -> bool:
+    """Return whether a started process makes way for the next group of its agent."""
+    p = draft.processes.get((event.run, event.member)) if isinstance(event, fe.ProcessStarted) else None
+    return p is not None and slots.awaits_next_group(draft, p.agent)
 
 
 def _on_process_exited(draft: FleetDraft, event: fe.ProcessExited) -> None:

@@ -28,6 +28,7 @@ class FleetDraft(Draft[FleetState, fe.Instruction]):
         self.agents = dict(state.agents)
         self.runs = dict(state.runs)
         self.processes = state.processes.copy()
+        self._used_numbers: dict[tuple[str, str], int] = {}
 
     def freeze(self) -> FleetState:
         return replace(self.state, agents=self.agents, runs=self.runs, processes=self.processes)
@@ -45,6 +46,7 @@ class FleetDraft(Draft[FleetState, fe.Instruction]):
     def remove(self, p: ProcessState) -> None:
         """Forget a process."""
         del self.processes[p.run, p.member]
+        self._used_numbers.clear()
 
     def set_run(self, run: str, **changes: object) -> DesiredRun:
         """Replace fields of a run and return it."""
@@ -73,7 +75,10 @@ class FleetDraft(Draft[FleetState, fe.Instruction]):
         """Start a new member on an agent, named after the agent and the first free number."""
         taken = self.processes.of_run(run.run)
         stem = f"{agent.name}/{mark or MARKS.get(role, '')}"
-        index = next(i for i in count() if f"{stem}{i}" not in taken and f"{stem}{i}" not in run.unmanaged)
+        # All numbers below the last one that this draft gave out are taken.
+        first = self._used_numbers.get((run.run, stem), 0)
+        index = next(i for i in count(first) if f"{stem}{i}" not in taken and f"{stem}{i}" not in run.unmanaged)
+        self._used_numbers[run.run, stem] = index
         order, incarnation = self.next_incarnation()
         p = ProcessState(run.run, f"{stem}{index}", incarnation, agent.name, STARTING, order)
         self.processes[p.run, p.member] = p

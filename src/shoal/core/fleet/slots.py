@@ -2,15 +2,28 @@
 
 Runs of higher priority choose first, then older ones. Each fills its servers, its trainers and its evaluators, in this
 order. A run that has not begun takes nothing until it can have its minimum, so that two waiting runs cannot block each
-other with half a group each. Slots that no run needs are filled with spare members, more than a run's maximum: they are
-warm and replace a lost member at once. As soon as any run misses members, spares of other runs make room for it.
+other with half a group each. An agent without a limit gets its processes in groups, the next when half of the last one
+has started: thousands at once would keep this machine and the agent's busy for minutes, with nothing to see. Slots that
+no run needs are filled with spare members, more than a run's maximum: they are warm and replace a lost member at once.
+As soon as any run misses members, spares of other runs make room for it.
 """
 
 from __future__ import annotations
 
 from shoal.core.fleet import requirements
 from shoal.core.fleet.draft import FleetDraft
-from shoal.core.fleet.state import ACTIVE, BACKOFF, DONE, ENDING, RUNNING, STARTING, AgentState, DesiredRun
+from shoal.core.fleet.state import (
+    ACTIVE,
+    BACKOFF,
+    DONE,
+    ENDING,
+    MAX_MEMBERS,
+    MAX_STARTING,
+    RUNNING,
+    STARTING,
+    AgentState,
+    DesiredRun,
+)
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 
 
@@ -104,9 +117,21 @@ def fill_trainers(draft: FleetDraft, run: DesiredRun) -> None:
     """Start trainers up to the maximum of the run."""
     missing = run.max_members - count(draft, run, TRAINER)
     for agent in usable_agents(draft, run) if missing > 0 else ():
-        while missing > 0 and free_slots(draft, agent, run) > 0:
+        startable = min(missing, free_slots(draft, agent, run), _startable(draft, agent))
+        for _ in range(startable):
             draft.start(agent, run, "a slot is free")
-            missing -= 1
+        missing -= max(0, startable)
+
+
+def _startable(draft: FleetDraft, agent: AgentState) -> int:
+    """Return how many processes an agent may be told to start now: one without a limit starts them in groups."""
+    return MAX_MEMBERS if agent.slots is not None else MAX_STARTING - draft.processes.starting(agent.name)
+
+
+def awaits_next_group(draft: FleetDraft, agent: str) -> bool:
+    """Return whether an agent that starts processes in groups has just started half of its present one."""
+    known = draft.agents.get(agent)
+    return known is not None and known.slots is None and draft.processes.starting(agent) == MAX_STARTING // 2
 
 
 def fill_spares(draft: FleetDraft, run: DesiredRun) -> None:
@@ -118,8 +143,8 @@ def fill_spares(draft: FleetDraft, run: DesiredRun) -> None:
 
 def count(draft: FleetDraft, run: DesiredRun, role: str) -> int:
     """Return how many processes of a role a run has, without those that end for good or whose machine goes away."""
-    staying = [p for p in draft.of_run(run.run) if p.role == role and (p.status != ENDING or p.restart_reason)]
-    return sum(1 for p in staying if draft.is_usable(p.agent))
+    counts = draft.processes.staying(run.run).items()
+    return sum(number for (of_role, agent), number in counts if of_role == role and draft.is_usable(agent))
 
 
 def usable_agents(draft: FleetDraft, run: DesiredRun, role: str = TRAINER) -> list[AgentState]:

@@ -16,6 +16,10 @@ ACTIVE, FINISHING, STOPPING, ENDED = "active", "finishing", "stopping", "ended"
 ALIVE = (STARTING, RUNNING, ENDING)
 MARKS = {SERVER: "server-", EVALUATOR: "evaluator-"}
 CHIEF_MARK = "chief-"
+# A run's trainers; more would be a mistake, or an attempt to keep the coordinator busy.
+MAX_MEMBERS = 10_000
+# Processes that an agent without a limit starts at a time.
+MAX_STARTING = 64
 TASK_MARKS = {"chief": CHIEF_MARK, "ps": MARKS[SERVER]}
 
 
@@ -106,12 +110,14 @@ class ProcessTable(dict[tuple[str, str], ProcessState]):
     Change it only by assignment, `del` and `pop`, which keep the indexes true.
     """
 
-    __slots__ = ("_by_run", "_evaluators", "_slots_used")
+    __slots__ = ("_by_run", "_evaluators", "_slots_used", "_starting", "_staying")
 
     def __init__(self, processes: Mapping[tuple[str, str], ProcessState] = {}) -> None:
         super().__init__()
         self._by_run: dict[str, dict[str, ProcessState]] = {}
         self._slots_used: dict[str, int] = {}
+        self._starting: dict[str, int] = {}
+        self._staying: dict[str, dict[tuple[str, str], int]] = {}
         self._evaluators: dict[str, frozenset[tuple[str, str]]] = {}
         for key, p in processes.items():
             self[key] = p
@@ -121,6 +127,8 @@ class ProcessTable(dict[tuple[str, str], ProcessState]):
         dict.update(twin, self)
         twin._by_run = {run: dict(members) for run, members in self._by_run.items()}
         twin._slots_used, twin._evaluators = dict(self._slots_used), dict(self._evaluators)
+        twin._starting = dict(self._starting)
+        twin._staying = {run: dict(counts) for run, counts in self._staying.items()}
         return twin
 
     def of_run(self, run: str) -> Mapping[str, ProcessState]:
@@ -130,6 +138,14 @@ class ProcessTable(dict[tuple[str, str], ProcessState]):
     def slots_used(self, agent: str) -> int:
         """Return how many processes of an agent train or serve."""
         return self._slots_used.get(agent, 0)
+
+    def starting(self, agent: str) -> int:
+        """Return how many processes an agent was told to start and has not reported yet."""
+        return self._starting.get(agent, 0)
+
+    def staying(self, run: str) -> Mapping[tuple[str, str], int]:
+        """Return how many processes a run has by role and agent, without those that end for good."""
+        return self._staying.get(run, {})
 
     def evaluators(self, agent: str) -> list[ProcessState]:
         """Return the evaluators of an agent."""
@@ -147,6 +163,7 @@ class ProcessTable(dict[tuple[str, str], ProcessState]):
         del self._by_run[key[0]][key[1]]
         if not self._by_run[key[0]]:
             del self._by_run[key[0]]
+            self._staying.pop(key[0], None)
 
     def pop(self, key: tuple[str, str], default: ProcessState | None = None) -> ProcessState | None:  # type: ignore[override]
         p = self.get(key, default)
@@ -157,6 +174,11 @@ class ProcessTable(dict[tuple[str, str], ProcessState]):
     def _index(self, p: ProcessState | None, change: int) -> None:
         if p is None:
             return
+        if p.status == STARTING:
+            self._starting[p.agent] = self._starting.get(p.agent, 0) + change
+        if p.status != ENDING or p.restart_reason:
+            counts, place = self._staying.setdefault(p.run, {}), (p.role, p.agent)
+            counts[place] = counts.get(place, 0) + change
         if p.role == EVALUATOR:
             keys, key = self._evaluators.get(p.agent, frozenset()), {(p.run, p.member)}
             self._evaluators[p.agent] = keys | key if change > 0 else keys - key

@@ -6,14 +6,42 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shoal.core.fleet import requirements as fleet_requirements
+from shoal.core.fleet.state import MAX_MEMBERS
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 from shoal.core.provisioning import budget as provisioning_budget
 from shoal.core.provisioning.events import PoolInfo
 from shoal.core.runs.settings import machine_requirements
 from shoal.core.runs.spec import RoleSpec, RunSpec
-from shoal.errors import BadBudget, BadPool, BadRole
+from shoal.errors import BadBudget, BadCount, BadName, BadPool, BadRole
 
 Pools = Mapping[str, PoolInfo]
+MAX_NAME = 100
+
+
+def check_name(name: str, where: str = "") -> None:
+    """Raise BadName unless a run's name can be printed in one line."""
+    if name != printable_name(name):
+        why = f"it has {len(name)} characters" if len(name) > MAX_NAME else "it has control characters"
+        do = f"use at most {MAX_NAME} printable characters"
+        raise BadName(f"invalid name of a run: {name[:MAX_NAME]!r}", where=where, why=why, do=do)
+
+
+def printable_name(text: str) -> str:
+    """Return a text as a name that fits in one line of a terminal.
+
+    >>> printable_name("a\\nb")
+    'a_b'
+    """
+    return "".join(character if character.isprintable() else "_" for character in text[:MAX_NAME])
+
+
+def check_members(low: int, high: int, where: str = "") -> None:
+    """Raise BadCount unless a run can have between `low` and `high` members."""
+    if not 1 <= low <= high:
+        raise BadCount(f"invalid member count {low}:{high}", where=where, why="need 1 ≤ MIN ≤ MAX")
+    if high > MAX_MEMBERS:
+        why = f"a run has at most {MAX_MEMBERS}"
+        raise BadCount(f"too many members: {high:.6g}", where=where, why=why, do=f"use -n {low}:{MAX_MEMBERS} or less")
 
 
 def admit(spec: RunSpec, pools: Pools) -> RunSpec:

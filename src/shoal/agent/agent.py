@@ -21,8 +21,8 @@ covers the failure of the one before:
 - Both are killed: the next agent in this directory finds what is left by a mark in the environment.
 - The process that started the agent disappears: the lifeline, a pipe from it, closes, and the agent ends everything.
 
-Ways to end: SIGTERM, SIGINT or SIGHUP (a second one skips the grace period), the lifeline, `ShutDownMsg`, and a
-coordinator that stays away for too long.
+Ways to end: SIGTERM, SIGINT or SIGHUP (another one, at least a second later, skips the grace period), the lifeline,
+`ShutDownMsg`, and a coordinator that stays away for too long.
 
 Notices. A notice source (`notices`) or a signal announces the end of the machine. The coordinator is told, and lets the
 members leave between two steps; only if it cannot be reached does the agent signal them itself.
@@ -77,6 +77,7 @@ _LOG_EVERY_S = 30.0
 _ORPHAN_GRACE_S = 2.0
 _FIRST_CONNECT_S = 180.0
 _FLUSH_S = 2.0
+_ONE_REQUEST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class Agent:
         self._machine_check: MachineCheck | None = None
         self._ending = asyncio.Event()
         self._second_signal = asyncio.Event()
+        self._signalled_at = float("-inf")
         self._grace_s = settings.grace_s
         self._end_reason = ""
         self._connects = 0
@@ -191,9 +193,13 @@ class Agent:
             loop.add_reader(self._settings.lifeline, self._on_lifeline, self._settings.lifeline)
 
     def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
         if self._ending.is_set():
-            self._second_signal.set()
+            # `timeout` and batch systems signal a process and then its group: that is one request.
+            if now - self._signalled_at >= _ONE_REQUEST_S:
+                self._second_signal.set()
             return
+        self._signalled_at = now
         name = signal.Signals(number).name
         self._outbox.put(MachineNoticeMsg(self._settings.grace_s, name, f"the agent received {name}"))
         self._members.notice_all()

@@ -194,7 +194,7 @@ class MemberProcesses:
             "SHOAL_RUN": request.run,
             "SHOAL_MEMBER": request.member,
             "SHOAL_INCARNATION": request.incarnation,
-            "SHOAL_HOST": ",".join(hosts),
+            "SHOAL_MEMBER_HOSTS": ",".join(hosts),
             "SHOAL_GRACE_S": f"{self._context.grace_s:g}",
             "SHOAL_SPEED": f"{self._core_speed * threads:.6g}",
             "PYTHONUNBUFFERED": "1",

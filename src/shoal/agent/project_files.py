@@ -78,7 +78,7 @@ class ProjectCache:
                     os.unlink(entry.path)
 
     def _download(self, digest: str, path: Path) -> None:
-        access = credentials.read(self._token_file)
+        access = credentials.read(self._token_file, self.url)
         self._cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_name(f"{digest}.{os.getpid()}.{threading.get_ident()}.part")
         checksum = hashlib.sha256()

@@ -40,7 +40,7 @@ class AgentUplink:
         self._token_file = token_file
         self._connect_s = connect_timeout_s
         self._outbox = outbox
-        self._credentials = credentials.read(token_file)
+        self._credentials = credentials.read(token_file, *self._targets)
         self._tls = credentials.ssl_context(self._credentials)
         self.connected = False
         self._connection: ClientConnection | None = None

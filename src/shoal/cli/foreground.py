@@ -37,6 +37,7 @@ import msgspec
 from shoal import exit_codes
 from shoal.cli.follower import Follower, FollowResult
 from shoal.cli.options import OutputOptions, interactive, show_error
+from shoal.cli.output import table
 from shoal.cli.output.lines import Display, JsonLines, PlainOutput, SafeDisplay
 from shoal.cli.signals import SignalCounter
 from shoal.errors import FetchFailed, UsageError, from_code
@@ -146,7 +147,7 @@ def conclude(output: OutputOptions, result: FollowResult, target_options: str = 
         if output.json:
             click.echo(msgspec.json.encode({"event": "end", **msgspec.to_builtins(facts)}))
         elif not output.quiet or facts.exit_code not in QUIET_CODES:
-            click.echo(summary.text(facts), err=facts.exit_code not in QUIET_CODES)
+            click.echo(table.printable(summary.text(facts)), err=facts.exit_code not in QUIET_CODES)
     except OSError:
         # The terminal is gone, but the run has ended cleanly all the same.
         return facts.exit_code

@@ -104,11 +104,25 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         show_error(_from_click(error), "--json" in arguments)
         return error.exit_code
+    except FileNotFoundError:
+        if _has_working_directory():
+            raise
+        why, do = "it was deleted or moved while this shell was in it", "cd to a directory that exists"
+        show_error(UsageError("the working directory does not exist", why=why, do=do), "--json" in arguments)
+        return exit_codes.BAD_USAGE
     except BrokenPipeError:
         # The reader is gone (`shoal logs | head`), so the interpreter must not flush into the pipe at exit.
         sys.stdout = None
         return exit_codes.BROKEN_PIPE
     return code if isinstance(code, int) else exit_codes.OK
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _from_click(error: click.ClickException) -> UsageError:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from shoal.cli.output import table
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.coordinator_target import CoordinatorTarget, home
 
@@ -32,11 +33,11 @@ class OutputOptions:
     def note(self, text: str) -> None:
         """Print a line about progress; nothing with -q or --json."""
         if not (self.quiet or self.json):
-            click.echo(text)
+            click.echo(table.printable(text))
 
     def result(self, value: object, text: Callable[[], str]) -> None:
         """Print the result of a verb: `value` with --json, otherwise `text()`."""
-        click.echo(as_json(value) if self.json else text())
+        click.echo(as_json(value) if self.json else table.printable(text()))
 
 
 def as_json(value: object) -> str:
@@ -49,7 +50,7 @@ def show_error(error: ShoalError, json: bool = False) -> None:
         fields = ("code", "what", "where", "why", "do")
         click.echo(as_json({name: getattr(error, name) for name in fields}), err=True)
     else:
-        click.echo(str(error), err=True)
+        click.echo(table.printable(str(error)), err=True)
 
 
 def with_output_options(function: F) -> F:

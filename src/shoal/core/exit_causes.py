@@ -19,7 +19,7 @@ Cause = Literal["done", "user", "infrastructure", "preempted", "asked", "refused
 
 TOGETHER_S = 10.0
 _CODE = re.compile(r"\bS(\d)\d\d\b")
-_VICTIM_CODES = frozenset({"S204", "S207", "S209"})
+_VICTIM_CODES = frozenset({"S204", "S207"})
 # A restart does not help with a wrong token, version or model, and the other members are not to blame.
 _REFUSED_CODES = frozenset({"S201", "S202", "S203", "S206", "S211", "S320", "S322"})
 _VICTIM_KINDS = (

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from shoal.doctor.diagnosis import CheckVerdict
+from shoal.doctor.diagnosis import LITTLE_DISK_BYTES, NO_DISK_BYTES, CheckVerdict
 
-LITTLE_DISK_BYTES = 2 << 30
 LITTLE_SHARED_MEMORY_BYTES = 64 << 20
 OLDEST_PLAUSIBLE_YEAR = 2025
 
@@ -104,10 +103,12 @@ def _disk(home: Path) -> CheckVerdict:
     import shutil
 
     free = shutil.disk_usage(_nearest_existing(home)).free
-    text = f"{free / (1 << 30):.1f} GiB free for {home}"
-    if free < LITTLE_DISK_BYTES:
-        return CheckVerdict("warning", "disk", text, "free some space: logs and checkpoints go there")
-    return CheckVerdict("good", "disk", text)
+    size = f"{free / (1 << 30):.1f} GiB" if free >= 1 << 30 else f"{free / (1 << 20):.0f} MiB"
+    text = f"{size} free for {home}"
+    if free >= LITTLE_DISK_BYTES:
+        return CheckVerdict("good", "disk", text)
+    verdict: Literal["bad", "warning"] = "bad" if free < NO_DISK_BYTES else "warning"
+    return CheckVerdict(verdict, "disk", text, "free some space: logs and checkpoints go there")
 
 
 def _nearest_existing(directory: Path) -> Path:

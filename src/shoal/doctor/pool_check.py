@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.core.provisioning.events import PoolInfo
 from shoal.doctor import diagnosis
 from shoal.doctor.diagnosis import ConnectionReport, MachineReport, MissingMachine, PoolReport
 from shoal.engines import pool_config
@@ -21,15 +21,17 @@ from shoal.errors import PoolCheckFailed, ServiceFailed, ShoalError
 from shoal.launch import launch_plan
 from shoal.launch.api_client import ApiClient, open_client
 from shoal.launch.child_service import ChildService
-from shoal.launch.pool_selection import LOCAL_POOL
 from shoal.launch.run_lookup import SUPERVISOR_FILE
 from shoal.launch.settings_layers import ResolvedSettings
 from shoal.launch.supervisor import COORDINATOR_LOG, GRACE_S, wait_until_ready
+from shoal.pack.environments import recipe
+from shoal.pack.environments.recipe import PublishedEnvironment
 from shoal.wire import credentials
 from shoal.wire.api import AgentView
 from shoal.wire.machine_check import CheckRequest
 from shoal.wire.pool_files import read_urls
 
+WAIT_S, BUILD_WAIT_S = 90.0, 900.0
 POLL_S = 0.5
 WATCH_EVERY_S = 2.0
 REPLY_TIMEOUT_S = 60.0
@@ -57,29 +59,39 @@ class _CheckedAllocation:
 
 @dataclass(slots=True)
 class PoolCheck:
-    """A check of `count` machines of each pool, which may take `wait_s` to join; `note` receives the progress.
+    """A check of `count` machines of each pool; `note` receives the progress.
 
-    `unreleased` names what may still run after the check.
+    Machines may take `wait_s` to join, None for the default, which is longer if they build an environment. `unreleased`
+    names what may still run after the check.
     """
 
     settings: ResolvedSettings
     names: Sequence[str]
     count: int
     directory: Path
-    wait_s: float
+    wait_s: float | None
     note: Callable[[str], object]
     unreleased: list[str] = field(default_factory=list)
     _allocations: list[_CheckedAllocation] = field(default_factory=list)
+    _environments: dict[str, PublishedEnvironment] = field(default_factory=dict)
+
+    @property
+    def _limit_s(self) -> float:
+        """How long to wait for machines, in seconds."""
+        return self.wait_s if self.wait_s is not None else BUILD_WAIT_S if self._environments else WAIT_S
 
     def run(self) -> PoolReport:
         """Return the report; all machines are released when this returns or raises."""
-        pools = {name: self._pool(name) for name in self.names}
+        tables = launch_plan.coordinator_pools(self.settings, self.names).pools
+        where = str(self.settings.file or "")
+        pools = {name: pool_config.parse(name, tables[name], where) for name in self.names}
         launch_plan.create_directory(self.directory)
         keep_directory = False
         try:
             with contextlib.ExitStack() as stack:
                 client = stack.enter_context(self._coordinator([pool.engine for pool, _ in pools.values()]))
                 stack.callback(self._release_and_close, [engine for _, engine in pools.values()])
+                self._publish_environments(client, [engine for _, engine in pools.values()])
                 self._allocate({name: (engine, min(self.count, pool.limit)) for name, (pool, engine) in pools.items()})
                 joined = self._wait_for_agents(client)
                 machines = self._describe_machines(joined)
@@ -98,9 +110,6 @@ class PoolCheck:
             raise PoolCheckFailed("no machine was requested", do="name a pool of shoal.toml")
         return msgspec.structs.replace(report, verdicts=diagnosis.verdicts(report))
 
-    def _pool(self, name: str) -> tuple[PoolInfo, Engine]:
-        return pool_config.parse(name, self.settings.pools.get(name, LOCAL_POOL), str(self.settings.file or ""))
-
     @contextlib.contextmanager
     def _coordinator(self, engines: Sequence[str]) -> Iterator[ApiClient]:
         """Run a coordinator of our own, whose lifeline ends it even if we are killed."""
@@ -115,6 +124,21 @@ class PoolCheck:
             service.stop(GRACE_S)
 
     # --- allocating and releasing machines
+
+    def _publish_environments(self, client: ApiClient, engines: Sequence[Engine]) -> None:
+        """Upload what machines need to build the environments of their pools, as a run would."""
+        blobs: dict[str, Path | bytes] = {}
+
+        def put(source: Path | bytes) -> str:
+            digest = hashlib.sha256(source if isinstance(source, bytes) else source.read_bytes()).hexdigest()
+            blobs[digest] = source
+            return digest
+
+        for text in dict.fromkeys(engine.options.environment for engine in engines if engine.options.environment):
+            self.note(f"publishing the environment {text}; machines that lack it build it, which may take minutes")
+            self._environments[text] = recipe.publish(text, put)
+        if blobs:
+            client.send(blobs)
 
     def _allocate(self, engines: Mapping[str, tuple[Engine, int]]) -> None:
         self._allocations = [
@@ -133,7 +157,10 @@ class PoolCheck:
         for allocation in [allocation for allocation in self._allocations if allocation.pool == pool]:
             apart = () if allocation.engine.shared else ("--apart",)
             agent = (*options, *apart, *AGENT_OPTIONS)
-            request = AllocationRequest(allocation.agent, self.directory.name, url, access, 0, agent)
+            environment = self._environments.get(allocation.engine.options.environment)
+            request = AllocationRequest(
+                allocation.agent, self.directory.name, url, access, 0, agent, environment=environment
+            )
             try:
                 allocation.handle = allocation.engine.submit(request)
             except ShoalError as error:
@@ -143,7 +170,7 @@ class PoolCheck:
 
     def _wait_for_agents(self, client: ApiClient) -> dict[str, AgentView]:
         """Return the connected agents once all have joined, the others have ended, or the time is up."""
-        deadline, watch_at = time.monotonic() + self.wait_s, 0.0
+        deadline, watch_at = time.monotonic() + self._limit_s, 0.0
         while True:
             joined = {agent.agent: agent for agent in client.agents() if agent.connected}
             waiting = [
@@ -178,7 +205,7 @@ class PoolCheck:
         for allocation in self._allocations:
             if allocation.agent not in joined:
                 waits = f"still waiting for {allocation.waits_for}" if allocation.waits_for else "no sign of it"
-                why = allocation.ended if allocation.ended is not None else f"{waits} after {self.wait_s:g} s"
+                why = allocation.ended if allocation.ended is not None else f"{waits} after {self._limit_s:g} s"
                 yield MissingMachine(allocation.agent, allocation.pool, why, allocation.do, allocation.started)
 
     def _release_and_close(self, engines: Sequence[Engine]) -> None:

@@ -94,20 +94,11 @@ class BadMessage(MembershipError):
     code = "S208"
 
 
-class LeaseLost(MembershipError):
-    """A member sent no heartbeat for longer than its lease, so the other members continued without it.
-
-    Its process was stopped, its machine was overloaded, or its network failed. It joins again by itself. If short
-    pauses are normal on your machines, raise ``lease_s``.
-    """
-
-    code = "S209"
-
-
 class BadCredentials(MembershipError):
-    """The coordinator's token file is missing, unreadable or malformed.
+    """The coordinator's token file is missing, unreadable or malformed, or the URL would send the token in clear.
 
-    Its first line is the token. A PEM certificate may follow, and is then the only one that is trusted.
+    Its first line is the token. A PEM certificate may follow, and is then the only one that is trusted; the URL must
+    begin with ``https://`` then.
     ``shoal coordinator`` writes the file; copy it unchanged to the other machines.
     """
 

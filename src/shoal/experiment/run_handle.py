@@ -86,7 +86,12 @@ class RunHandle:
         return Story(lines)
 
     def logs(self, member: str = "") -> str:
-        """Return what all members printed, each line with its member, or what one member printed."""
+        """Return what all members printed, each line with its member, or what one member printed.
+
+        Raises UsageError if the run never had that member.
+        """
+        if member:
+            self._query(lambda records: run_lookup.check_member(records, records.run(self.id), member))
         output: list[str] = []
         after = 0
         while True:
@@ -129,7 +134,7 @@ class RunHandle:
         """
         return download(LocalRunFolder(self._directory, self.id), Path(to) if to is not None else self.directory).names
 
-    def stop(self, reason: str = "asked by the user", *, checkpoint: bool = True, timeout_s: float = 60.0) -> RunView:
+    def stop(self, reason: str = StopRequest().reason, *, checkpoint: bool = True, timeout_s: float = 60.0) -> RunView:
         """Stop the run, by default after a checkpoint; `shoal resume` continues from the newest checkpoint."""
         request = StopRequest(reason) if checkpoint else StopRequest(reason, checkpoint=False, grace_s=1.0)
         if not self._has_ended():

@@ -215,7 +215,7 @@ def open_client(url: str, token_file: str, timeout_s: float = 10.0) -> ApiClient
             raise errors.UsageError(f"invalid coordinator URL {candidate!r}", do="write it like http://127.0.0.1:29300")
     from shoal.wire import credentials
 
-    access = credentials.read(token_file)
+    access = credentials.read(token_file, *urls)
     context = credentials.ssl_context(access)
     clients = [ApiClient(candidate, access.token, context, timeout_s) for candidate in urls]
     return clients[0] if len(clients) == 1 else _first_reachable(clients)

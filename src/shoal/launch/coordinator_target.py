@@ -28,3 +28,8 @@ class CoordinatorTarget:
 def home() -> Path:
     """Return Shoal's own directory as an absolute path, because members may work in another directory."""
     return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal").absolute()
+
+
+def token_file_of_environment() -> str:
+    """Return the user's token file as SHOAL_TOKEN_FILE names it, empty if it names none."""
+    return os.environ.get("SHOAL_TOKEN_FILE", "")

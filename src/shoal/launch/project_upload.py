@@ -2,8 +2,8 @@
 
 A project is a manifest of names and SHA-256 hashes, and a blob for each hash. The client sends only the blobs that the
 coordinator lacks, so a second run of the same project uploads next to nothing. The project is every file that neither
-Git nor .shoalignore ignores. Tokens never travel: SHOAL_HOME, every directory that looks like a coordinator's, and the
-token file in use are left out wherever they are.
+Git nor .shoalignore ignores. Tokens never travel: SHOAL_HOME, every directory that looks like a coordinator's, the
+token file in use and the one that SHOAL_TOKEN_FILE names are left out wherever they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shoal.launch.api_client import ApiClient
-from shoal.launch.coordinator_target import home
+from shoal.launch.coordinator_target import home, token_file_of_environment
 from shoal.pack import project
 from shoal.store import journal
 
@@ -36,9 +36,8 @@ def files_to_send(root: Path | None, packed: Mapping[str, Path], token_file: str
 def project_files(root: Path, token_file: str = "") -> dict[str, Path]:
     """Return the files of a project without anything that Shoal keeps for itself, such as tokens."""
     files = {name: path.resolve() for name, path in project.find_files(root).items()}
-    private = {home().resolve(), *_coordinators(files.values())}
-    if token_file:
-        private.add(Path(token_file).resolve())
+    tokens = filter(None, (token_file, token_file_of_environment()))
+    private = {home().resolve(), *_coordinators(files.values()), *(Path(token).resolve() for token in tokens)}
     return {name: root / name for name, path in files.items() if private.isdisjoint((path, *path.parents))}
 
 

@@ -128,6 +128,16 @@ def coordinator_in(directory: Path) -> CoordinatorRef:
     return coordinator
 
 
+def check_member(records: RunRecords, view: RunView, member: str) -> None:
+    """Raise UsageError with the members that exist if the run never had this member."""
+    if member in {known.member for known in view.members} or records.story(view.run, member, 0, 1):
+        return
+    lines = whole_story(records, view.run)
+    names = sorted({known.member for known in view.members} | {line.member for line in lines if line.member})
+    do = f"its members are {', '.join(names)}" if names else "it has had no members yet"
+    raise UsageError(f"run {view.run} has no member {member}", do=do)
+
+
 def process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -29,8 +29,8 @@ DEFAULT = "default"
 PREFIX = "SHOAL_"
 # Variables that Shoal reads or sets itself: for its users, for agents, and for members and what they start.
 RESERVED_VARIABLES = re.compile(
-    r"SHOAL_(AGENT_DIR|ALLOCATION|APART|COMPAT|COMPLETE|CPUS|FREEZE|GRACE_S|HOME|INCARNATION|MEMBER|MEMBERS_MAX|"
-    r"MEMORY_BYTES|ROLE|RUN|RUN_DIR|SETTINGS|SPEED|STORE|TOKEN_FILE|URL)"
+    r"SHOAL_(AGENT_DIR|ALLOCATION|APART|COMPAT|COMPLETE|CPUS|FREEZE|GRACE_S|HOME|INCARNATION|MEMBER|MEMBER_HOSTS|"
+    r"MEMBERS_MAX|MEMORY_BYTES|ROLE|RUN|RUN_DIR|SETTINGS|SPEED|STORE|TOKEN_FILE|URL)"
 )
 # Other variables are refused if they are this similar to that of a setting, and ignored if not.
 SIMILAR = 0.8

@@ -158,7 +158,7 @@ class CoordinatorStore:
     ) -> http.client.HTTPResponse:
         if self._connection is None:
             self._connection = self._connect()
-        token = credentials.read(self._access.token_file)
+        token = credentials.read(self._access.token_file, self._access.url)
         try:
             self._connection.request(method, target, body=body, headers={**token.headers, **headers})
             return self._connection.getresponse()

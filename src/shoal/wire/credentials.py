@@ -48,8 +48,25 @@ def parse(text: str, where: str = "") -> Credentials:
     return Credentials(token, f"{rest}\n" if rest else None)
 
 
-def read(path: str | Path) -> Credentials:
-    """Return the credentials in a file; raise BadCredentials if it is unreadable or malformed."""
+def read(path: str | Path, *urls: str) -> Credentials:
+    """Return the credentials in a file, for requests to these URLs of a coordinator.
+
+    Raises BadCredentials if the file is unreadable or malformed; and if it holds a certificate while a URL says http,
+    since the token would travel in clear, to any machine that answers there.
+    """
+    access = _read(path)
+    for url in urls:
+        if access.certificate_pem is not None and url.partition("://")[0].lower() in ("http", "ws"):
+            raise BadCredentials(
+                f"{url} is not encrypted, but the coordinator of this token uses TLS",
+                where=str(path),
+                why="the token file holds a certificate, and the token would be sent in clear",
+                do="write the URL with https://",
+            )
+    return access
+
+
+def _read(path: str | Path) -> Credentials:
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_BYTES + 1)

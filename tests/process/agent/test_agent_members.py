@@ -25,7 +25,7 @@ print("session", os.getsid(0) == os.getpid())
 print("main", sys.modules["__main__"].__dict__ is globals())
 import beside
 print("beside", beside.value)
-print("environ", os.environ["SHOAL_MEMBER"], os.environ["MINE"], os.environ["SHOAL_HOST"])
+print("environ", os.environ["SHOAL_MEMBER"], os.environ["MINE"], os.environ["SHOAL_MEMBER_HOSTS"])
 print("handlers", __import__("signal").getsignal(15), __import__("signal").pthread_sigmask(0, []))
 sys.exit(0)
 """
@@ -104,9 +104,9 @@ def test_exception_of_the_script_is_the_cause(coordinator, agent, script):
 
 
 def test_network_error_is_infrastructure(coordinator, agent, script):
-    coordinator.start(script("from shoal.errors import LeaseLost\nraise LeaseLost('silent for 3 s')"))
+    coordinator.start(script("from shoal.errors import PeerUnreachable\nraise PeerUnreachable('silent for 3 s')"))
     exit_ = coordinator.exit_of()
-    assert (exit_.cause, exit_.detail) == ("infrastructure", "error[S209] silent for 3 s")
+    assert (exit_.cause, exit_.detail) == ("infrastructure", "error[S204] silent for 3 s")
 
 
 def test_missing_script_ends_as_in_python(coordinator, agent, script):

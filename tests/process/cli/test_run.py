@@ -8,6 +8,7 @@ import subprocess
 import time
 from typing import Any
 
+import psutil
 import pytest
 
 from shoal.cli.signals import ONE_REQUEST_S
@@ -78,6 +79,24 @@ def test_no_process_outlives_a_killed_shoal_run(stage: Any) -> None:
     process.wait()
     stage.until(stage.has_no_processes, "all processes have ended")
     assert [view["status"] for view in stage.runs()] == ["resumable"]
+
+
+def test_daemon_of_a_member_whose_agent_was_killed_too_is_found_and_ended(stage: Any) -> None:
+    daemon = "import subprocess, sys, time\nsubprocess.Popen(['setsid', 'sleep', '300'], start_new_session=True)\n"
+    (stage.path / "daemon.py").write_text(daemon + "print('waiting', flush=True)\ntime.sleep(300)\n")
+    process = stage.start("run", "daemon.py")
+    stage.until(lambda: "| waiting" in stage.out(), "the member runs")
+    services = [psutil.Process(process.pid), *stage.processes()]
+    services = [service for service in services if any("shoal." in word for word in service.cmdline())]
+    for service in services:
+        service.suspend()
+    for service in services:
+        service.kill()
+    process.wait()
+    found = stage.shoal("doctor", "--end-leftovers")
+    assert "(member of " in found.stdout, found.stdout + found.stderr
+    assert "killed 1 processes" in found.stdout
+    assert "no processes of dead runs" in stage.shoal("doctor").stdout
 
 
 def test_killed_coordinator_is_restarted_at_its_address(stage: Any) -> None:

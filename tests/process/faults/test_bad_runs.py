@@ -85,7 +85,7 @@ def start_impostor(run: CheckedRun, changes: dict[str, str]) -> subprocess.Compl
         "SHOAL_RUN": next((directory / "runs").iterdir()).name,
         "SHOAL_MEMBER": "stranger/0",
         "SHOAL_INCARNATION": "stranger",
-        "SHOAL_HOST": "127.0.0.1",
+        "SHOAL_MEMBER_HOSTS": "127.0.0.1",
         "SHOAL_RUN_DIR": str(directory),
         "PRETEND": "",
     } | changes

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,11 +35,18 @@ def with_agent(path: Path, use: Callable[[Agent], object], **changes: object) ->
     return asyncio.run(create())
 
 
-def test_first_signal_is_a_notice_and_the_second_skips_the_grace_period(tmp_path: Path) -> None:
+def test_first_signal_is_a_notice_and_a_later_one_skips_the_grace_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
     def receive(agent: Agent) -> None:
         agent._on_signal(signal.SIGTERM)
+        agent._on_signal(signal.SIGTERM)
         assert agent._ending.is_set()
-        assert not agent._second_signal.is_set()
+        assert not agent._second_signal.is_set(), "timeout signals a process and its group at once"
+        now[0] += 1.1
         agent._on_signal(signal.SIGTERM)
 
     agent = with_agent(tmp_path, receive, grace_s=12.0)

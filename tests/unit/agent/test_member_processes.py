@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.agent.member_processes import AgentContext, localized
+from shoal.agent.log_tail import LogTail
+from shoal.agent.member_processes import AgentContext, MemberProcess, MemberProcesses, localized
+from shoal.agent.outbox import Outbox
 from shoal.agent.project_files import ProjectCache
+from shoal.launch.settings_layers import RESERVED_VARIABLES
+from shoal.settings import declared
 from shoal.wire.agent_messages import StartMemberMsg
 
 
@@ -55,3 +59,18 @@ def test_machine_that_sees_the_project_but_not_the_run_directory_sends_checkpoin
     request = localize(tmp_path, apart=False, project=project, run_dir_visible=False)
     assert request.env["SHOAL_STORE"] == "coordinator://r"
     assert (request.cwd, "SHOAL_APART" in request.env) == (str(tmp_path / "work"), False)
+
+
+def test_variable_of_a_member_is_never_that_of_a_setting(tmp_path: Path) -> None:
+    async def variables() -> dict[bytes, bytes]:
+        context = AgentContext("http://127.0.0.1:1", "token", tmp_path, None, "", {}, tmp_path / "cache")
+        members = MemberProcesses(context, (), Outbox())
+        request = StartMemberMsg("r", "m", "i", ("train.py",), str(tmp_path), {})
+        member = MemberProcess(request, LogTail(tmp_path / "log"), tmp_path / "why", 0)
+        return members._fork_request("k", member, tmp_path / "log").variables
+
+    # A `shoal run` that a member's script starts would take it for the setting.
+    names = {name.decode() for name in asyncio.run(variables()) if name.startswith(b"SHOAL_")}
+    assert "SHOAL_MEMBER_HOSTS" in names
+    assert names.isdisjoint(info.variable for info in declared())
+    assert all(RESERVED_VARIABLES.fullmatch(name) for name in names)

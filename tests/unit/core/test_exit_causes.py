@@ -34,7 +34,7 @@ def test_exception_is_a_user_error_with_its_first_line():
     assert verdict(exit_code=1, exception=RecordedException("KeyError", "")) == ("user", "KeyError")
 
 
-@pytest.mark.parametrize(("code", "cause"), [("S209", "infrastructure"), ("S207", "infrastructure"), ("S303", "user")])
+@pytest.mark.parametrize(("code", "cause"), [("S204", "infrastructure"), ("S207", "infrastructure"), ("S303", "user")])
 def test_errors_of_shoal_are_classified_by_their_code(code, cause):
     assert verdict(exit_code=1, exception=RecordedException("Whatever", "it broke", code)) == (
         cause,
@@ -95,7 +95,7 @@ def test_user_error_explains_members_that_lost_their_peers():
 
 
 def test_killed_process_explains_members_that_lost_their_lease():
-    lost = failure("a/0", 10.0, "infrastructure", "error[S209] silent")
+    lost = failure("a/0", 10.0, "infrastructure", "error[S204] silent")
     killed = failure("a/1", 11.0, "infrastructure", "killed by signal 9 (perhaps out of memory)")
     assert root_cause([lost, killed]).first == killed
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from shoal.doctor.local_check import check_machine
 
@@ -29,3 +33,14 @@ def test_port_range_that_is_in_use_is_bad(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         assert verdict_of("ports", tmp_path, f"{port}-{port}") == ("bad", f"0 of 1 free in {port}-{port}")
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict", "size"),
+    [(2 << 20, "bad", "2 MiB"), (1 << 30, "warning", "1.0 GiB"), (3 << 30, "good", "3.0 GiB")],
+)
+def test_disk_is_judged_as_on_machines_of_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, verdict: str, size: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert verdict_of("disk", tmp_path) == (verdict, f"{size} free for {tmp_path}")

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from shoal.doctor import pool_check
 from shoal.doctor.pool_check import PoolCheck, _CheckedAllocation
 from shoal.engines.engine import AllocationRequest, AllocationStatus, Capacity, Engine, EngineOptions, RenderedRequest
 from shoal.errors import EngineUnreachable
+from shoal.launch import settings_layers
 from shoal.launch.settings_layers import ResolvedSettings
+from shoal.pack.environments import recipe
 
 
 class Cluster(Engine):
@@ -40,6 +43,47 @@ class Cluster(Engine):
 
     def close(self) -> None:
         self.closed = True
+
+
+class Client:
+    """A coordinator that stores blobs."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, Path | bytes] = {}
+
+    def send(self, contents: dict[str, Path | bytes]) -> int:
+        self.blobs.update(contents)
+        return len(contents)
+
+
+class Machines(Cluster):
+    """A cluster whose pool has an environment; remembers what is requested of it."""
+
+    def __init__(self, environment: str) -> None:
+        super().__init__()
+        self.options = EngineOptions(environment=environment)
+        self.requests: list[AllocationRequest] = []
+
+    def submit(self, request: AllocationRequest) -> str:
+        self.requests.append(request)
+        return request.allocation
+
+
+def test_machines_are_checked_in_the_environment_of_their_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe.wheel, "build_shoal_wheel", lambda: ("shoal.whl", b"wheel"))
+    (tmp_path / "env.tar.gz").write_bytes(b"packed")
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "url").write_text("http://127.0.0.1:1\n")
+    packed, plain, client = Machines(str(tmp_path / "env.tar.gz")), Machines(""), Client()
+    settings = settings_layers.resolve(tmp_path, {}, (), {})
+    check = PoolCheck(settings, ["lab", "spot"], 1, tmp_path, None, lambda _: None)
+    check._publish_environments(client, [packed, plain])  # type: ignore[arg-type]
+    check._allocate({"lab": (packed, 1), "spot": (plain, 1)})
+    environment = packed.requests[0].environment
+    assert environment is not None
+    assert {environment.shoal, environment.recipe} < set(client.blobs)
+    assert plain.requests[0].environment is None
+    assert check._limit_s == pool_check.BUILD_WAIT_S
 
 
 def check_with(cluster: Cluster, *requested: str) -> PoolCheck:

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.views import run_view, story_line
 
 from shoal.coordinator.storage.logs import Logs
-from shoal.errors import RunFailed
+from shoal.errors import RunFailed, UsageError
 from shoal.experiment.run_handle import RunHandle, Story
 from shoal.store.sqlite_views import SqliteViews
 from shoal.wire.api import EvaluationView, RunView
@@ -43,6 +43,13 @@ def test_logs_and_story_are_readable_after_the_run(tmp_path: Path) -> None:
     assert handle.logs("local/0") == "one\ntwo"
     assert str(handle.story()).endswith(" step 3: hello (first)")
     assert str(Story()) == "nothing has happened yet"
+
+
+def test_logs_of_a_member_that_never_was_are_an_error(tmp_path: Path) -> None:
+    handle = handle_of(tmp_path, run_view("r", status="done"))
+    with pytest.raises(UsageError, match="run r has no member local/7") as error:
+        handle.logs("local/7")
+    assert "local/0" in error.value.do
 
 
 def test_wait_returns_the_view_or_raises_the_failure(tmp_path: Path) -> None:

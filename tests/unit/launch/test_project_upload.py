@@ -37,3 +37,12 @@ def test_tokens_of_coordinators_and_users_are_not_uploaded(tmp_path: Path, monke
     (root / "linked.token").symlink_to("ada.token")
     monkeypatch.chdir(root)
     assert set(files_to_send(root, {}, "ada.token")) == {"lib/token", "train.py"}
+
+
+def test_token_file_of_the_environment_is_not_uploaded_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_TOKEN_FILE", str(tmp_path / "project" / "ada.token"))
+    (tmp_path / "project").mkdir()
+    for name in ("ada.token", "train.py"):
+        (tmp_path / "project" / name).write_text("secret")
+    assert set(files_to_send(tmp_path / "project", {})) == {"train.py"}

@@ -56,3 +56,12 @@ def test_a_damaged_certificate_is_refused():
     assert ssl_context(Credentials("secret")) is None
     with pytest.raises(BadCredentials, match="damaged"):
         ssl_context(Credentials("secret", PEM))
+
+
+@pytest.mark.parametrize("url", ["http://lab:7000", "HTTP://lab:7000", "ws://lab:7000/v1/agent"])
+def test_token_of_a_coordinator_with_tls_is_not_sent_in_clear(tmp_path, url):
+    write(tmp_path / "token", Credentials("secret", PEM))
+    with pytest.raises(BadCredentials, match="is not encrypted"):
+        read(tmp_path / "token", "https://lab:7000", url)
+    write(tmp_path / "token", Credentials("secret"))
+    assert read(tmp_path / "token", url).token == "secret"

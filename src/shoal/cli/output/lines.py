@@ -180,11 +180,11 @@ class PlainOutput:
             return
         self._next_at = now + self._every_s
         self._shown = shown
-        self._say(progress(view))
+        self._say(table.printable(progress(view)))
 
     def note(self, text: str) -> None:
         if not self._quiet:
-            self._say(f"shoal: {text}")
+            self._say(f"shoal: {table.printable(text)}")
 
     def close(self) -> None:
         return

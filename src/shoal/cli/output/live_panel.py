@@ -61,7 +61,8 @@ class Panel:
 
     def story(self, lines: Sequence[StoryLine]) -> None:
         # The last adjustment of each kind has a line of its own; here they would push out everything else.
-        self._events.extend((line.at, sentence(line)) for line in lines if not line.kind.endswith("Decided"))
+        shown = [line for line in lines if not line.kind.endswith("Decided")]
+        self._events.extend((line.at, table.printable(sentence(line))) for line in shown)
 
     def view(self, view: RunView) -> None:
         self._view = view
@@ -85,17 +86,18 @@ class Panel:
 def render(view: RunView, events: Sequence[tuple[float, str]], now: float, width: int = WIDE) -> RenderableType:
     """Return the panel at one moment; columns that do not fit into its width are left out."""
     gap = "   " if width >= WIDE else "  "
-    parts: list[RenderableType] = [_progress(view), Text(gap.join(_facts(view, now)))]
+    parts: list[RenderableType] = [_progress(view), Text(table.printable(gap.join(_facts(view, now))))]
     if phrases := efficiency(view):
         parts.append(Text(gap.join(phrases)))
     if evaluated := evaluation(view):
-        parts.append(Text.assemble(("evaluated", "dim"), " ", evaluated))
-    parts.extend(Text.assemble((what, "dim"), " ", reason) for what, reason in adjustments(view))
+        parts.append(Text.assemble(("evaluated", "dim"), " ", table.printable(evaluated)))
+    parts.extend(Text.assemble((what, "dim"), " ", table.printable(reason)) for what, reason in adjustments(view))
     if view.status != "training" and view.reason:
-        parts.append(Text(view.reason, style="yellow"))
+        parts.append(Text(table.printable(view.reason), style="yellow"))
     parts.append(_members(view.members, wide=width >= WIDE))
     parts.extend(_event(at, text) for at, text in events)
-    title = Text.assemble((view.name, "bold"), f" · {view.run} · ", (view.status, COLOURS.get(view.status, "")))
+    name, status = table.printable(view.name), (view.status, COLOURS.get(view.status, ""))
+    title = Text.assemble((name, "bold"), f" · {table.printable(view.run)} · ", status)
     return Box(Group(*parts), title=title, title_align="left", border_style="dim")
 
 
@@ -137,7 +139,7 @@ def _members(views: Sequence[MemberView], *, wide: bool) -> RenderableType:
         rank = "" if member.rank is None else str(member.rank)
         share = str(member.share) if member.rank is not None else ""
         rate = table.count(member.samples_per_s) if member.samples_per_s else ""
-        name, times = Text(member.member, style=hue(member.member)), step_times(member)
+        name, times = Text(table.printable(member.member), style=hue(member.member)), step_times(member)
         if wide:
             grid.add_row(name, status, rank, _phase(member), share, *times, rate)
         else:
@@ -159,7 +161,7 @@ def _phase(member: MemberView) -> Text:
     if not member.connected:
         return Text(f"silent for {table.span(member.heartbeat_age_s)}", style="red")
     age = f" for {table.span(member.phase_age_s)}" if member.phase_age_s >= LONG_S else ""
-    return Text(f"{member.phase}{age}", style="yellow" if age else "")
+    return Text(f"{table.printable(member.phase)}{age}", style="yellow" if age else "")
 
 
 def _event(at: float, text: str) -> Text:

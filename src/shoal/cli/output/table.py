@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
+
+# All of Unicode's control characters but tab and line feed.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -59,3 +63,11 @@ def size(number_bytes: float) -> str:
             return f"{number_bytes:.0f} {unit}" if unit == "B" else f"{number_bytes:.1f} {unit}"
         number_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+def printable(text: str) -> str:
+    """Return a text that others may have written with its control characters made visible, such as \\x1b for ESC.
+
+    Names, reasons and errors come from other users of a coordinator; a terminal must not obey what they contain.
+    """
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

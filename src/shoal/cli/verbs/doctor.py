@@ -41,9 +41,7 @@ PACKAGES = ("torch", "tensorflow", "keras", "numpy")
     "--wait",
     "wait_s",
     type=click.FloatRange(min=1),
-    default=90.0,
-    show_default=True,
-    help="Seconds to wait for the machines.",
+    help="Seconds to wait for the machines.  [default: 90, or 900 if they build an environment]",
 )
 @click.option("--end-leftovers", is_flag=True, help="Kill leftover processes of dead runs without asking.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Check with this setting.")
@@ -53,7 +51,7 @@ def command(
     pools: tuple[str, ...],
     on: str | None,
     machines: int | None,
-    wait_s: float,
+    wait_s: float | None,
     end_leftovers: bool,
     assignments: tuple[str, ...],
 ) -> None:
@@ -91,7 +89,7 @@ def check_local(output: OutputOptions, settings: ResolvedSettings, end_leftovers
     return exit_codes.UNAVAILABLE if any(verdict.verdict == "bad" for verdict in verdicts) else exit_codes.OK
 
 
-def check_pools(output: OutputOptions, settings: ResolvedSettings, machines: int | None, wait_s: float) -> int:
+def check_pools(output: OutputOptions, settings: ResolvedSettings, machines: int | None, wait_s: float | None) -> int:
     """Allocate machines, check them, release them and show the report; return the exit code."""
     from shoal.doctor.pool_check import PoolCheck
 

@@ -8,11 +8,10 @@ import click
 
 from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
-from shoal.errors import CoordinatorUnreachable, UsageError
+from shoal.errors import CoordinatorUnreachable
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.run_lookup import RunRecords
-from shoal.wire.api import RunView
 
 PAGE = 1000
 FOLLOW_EVERY_S = 0.5
@@ -31,7 +30,7 @@ def command(
     """Print the output of a run's members."""
     coordinator, view = run_lookup.find_run(target, run)
     if member:
-        check_member(coordinator.records, view, member)
+        run_lookup.check_member(coordinator.records, view, member)
     after = _print_existing(output, coordinator.records, view.run, member, lines)
     while follow and coordinator.client is not None:
         try:
@@ -49,16 +48,6 @@ def command(
             if has_ended:
                 return
             time.sleep(FOLLOW_EVERY_S)
-
-
-def check_member(records: RunRecords, view: RunView, member: str) -> None:
-    """Raise UsageError with the members that exist if the run never had this member."""
-    if member in {known.member for known in view.members} or records.story(view.run, member, 0, 1):
-        return
-    lines = run_lookup.whole_story(records, view.run)
-    names = sorted({known.member for known in view.members} | {line.member for line in lines if line.member})
-    do = f"its members are {', '.join(names)}" if names else "it has had no members yet"
-    raise UsageError(f"run {view.run} has no member {member}", do=do)
 
 
 def _print_existing(output: OutputOptions, records: RunRecords, run: str, member: str, lines: int | None) -> int:

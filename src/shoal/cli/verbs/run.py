@@ -138,6 +138,7 @@ def plan_from_options(
         plan = LaunchPlan("", coordinator=(), agent=(), spec=spec, ship=ship, token_file=target.token_file)
     else:
         plan = launch_plan.plan_launch(launch_plan.new_coordinator_directory(target.home), settings, spec)
+        plan = msgspec.structs.replace(plan, token_file=target.token_file)
     plan = launch_plan.with_script(plan)
     if plan.ship:
         from shoal.launch.project_upload import describe_upload

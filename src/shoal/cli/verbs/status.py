@@ -60,7 +60,7 @@ def follow_view(output: OutputOptions, target: CoordinatorTarget, coordinator: C
             else:
                 if interactive():
                     click.clear()
-                click.echo(text(view, time.time(), live=coordinator.client is not None))
+                click.echo(table.printable(text(view, time.time(), live=coordinator.client is not None)))
             if view.status in run_lookup.ENDED or coordinator.client is None:
                 return
             signals.sleep(WATCH_EVERY_S)

@@ -20,7 +20,7 @@ POLL_S = 0.2
 @click.command()
 @click.argument("run", shell_complete=completions.runs)
 @click.option("--now", is_flag=True, help="Stop at once; steps since the last checkpoint are lost.")
-@click.option("--reason", default="asked by the user", help="Reason for the story of the run.")
+@click.option("--reason", default=StopRequest().reason, help="Reason for the story of the run.")
 @click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for the end; 0 for none.")
 @with_target_options
 @with_output_options

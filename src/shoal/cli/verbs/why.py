@@ -20,7 +20,6 @@ from shoal.cli.options import (
 )
 from shoal.cli.output import incidents, table
 from shoal.cli.output.lines import SHARES, sentence
-from shoal.cli.verbs.logs import check_member
 from shoal.errors import UsageError
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
@@ -62,7 +61,7 @@ def command(
         run, member = None, run
     coordinator, view = run_lookup.find_run(target, run)
     if member:
-        check_member(coordinator.records, view, member)
+        run_lookup.check_member(coordinator.records, view, member)
     all_lines = run_lookup.whole_story(coordinator.records, view.run)
     lines = [line for line in (member_story(all_lines, member) if member else all_lines) if line.at >= earliest]
     if everything or member or output.json:
@@ -71,7 +70,8 @@ def command(
         return
     hidden = [kind for kind in wanted if kind in incidents.HIDDEN]
     shown = [incident for incident in incidents.digest(all_lines, view.step, hidden) if incident.line.at >= earliest]
-    click.echo(digest_text(view, [incident for incident in shown if not wanted or incident.kind in wanted]))
+    incidents_shown = [incident for incident in shown if not wanted or incident.kind in wanted]
+    click.echo(table.printable(digest_text(view, incidents_shown)))
 
 
 def parse_since(given: str, now: float) -> float:

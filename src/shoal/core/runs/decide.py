@@ -55,7 +55,7 @@ EARLY_STOP_GRACE_S = 600.0
 SAME_FAILURE_S = 10.0
 _WORLD_CHANGES = (ev.FormWorld, ev.ProposeWorld, ev.DissolveWorld, ev.PublishPlacement)
 # Errors of members that only lost a peer: another member has the cause.
-_CONSEQUENCES = ("S204", "S207", "S209")
+_CONSEQUENCES = ("S204", "S207")
 
 
 def apply(state: CoordinatorState, run: str, event: Any, now: float) -> Instructions:

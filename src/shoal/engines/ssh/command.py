@@ -19,6 +19,8 @@ OLDEST_AGENT = (3, 11)
 ALIVE_S, ALIVE_COUNT = 5, 2
 PERSIST_S = 60
 GRACE_S = 30.0
+# What no host name contains, and what a shell would obey: ssh hands host names on to commands of its configuration.
+UNSAFE = re.compile(r"""[\x00-\x20\x7f$`'"\\;&|<>(){}]""")
 # Printed by a host whose Python cannot even run the helper.
 PYTHON_TOO_OLD = "shoal needs a newer Python here than"
 
@@ -59,7 +61,7 @@ def hosts(pool: str, options: SshOptions) -> tuple[SshHost, ...]:
     hosts: dict[str, SshHost] = {}
     for text in options.hosts:
         match = re.fullmatch(r"([^\s*/-][^\s*]*?)(?:\*([1-9]\d*))?", text)
-        if match is None:
+        if match is None or UNSAFE.search(text):
             raise _bad(pool, f"{text!r} is not a host", 'write hosts as "gpu1", "me@gpu2" or "gpu3*2"')
         host = match[1]
         if host in hosts:
@@ -69,7 +71,7 @@ def hosts(pool: str, options: SshOptions) -> tuple[SshHost, ...]:
         raise _bad(pool, "it lists no hosts", 'set hosts = ["gpu1", "gpu2"]')
     if options.per_host < 1 or options.parallel < 1 or options.connect_timeout_s <= 0 or options.lost_after_s < 0:
         raise _bad(pool, "a number is too small", "per_host, parallel and connect_timeout_s must be at least 1")
-    if options.jump.startswith("-") or len(options.jump.split()) > 1:
+    if options.jump.startswith("-") or len(options.jump.split()) > 1 or UNSAFE.search(options.jump):
         raise _bad(pool, f"{options.jump!r} is not a host to jump through", 'write jump = "me@gateway"')
     return tuple(hosts.values())
 

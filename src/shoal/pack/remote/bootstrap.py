@@ -56,6 +56,8 @@ class BootstrapClient:
             handlers = [urllib.request.HTTPSHandler(context=context)]
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
         urls = [part.rstrip("/") for part in url.split(",")]
+        if context is not None and any(not part.startswith("https://") for part in urls):
+            raise DownloadFailed(f"{url} is not encrypted, but the token file holds a certificate")
         self._url = urls[0] if len(urls) == 1 else _first_reachable(urls, context)
 
     def get(self, digest: str, path: str) -> None:

@@ -61,7 +61,7 @@ class EvaluatorClient(CoordinatorClient):
     """
 
     def __init__(self, environment: MemberEnvironment) -> None:
-        super().__init__(environment, credentials.read(environment.token_file))
+        super().__init__(environment, credentials.read(environment.token_file, environment.url))
         self._handlers |= {
             messages.EvaluationStatusMsg: self._on_evaluation_status,
             messages.CheckpointWrittenMsg: self._on_checkpoint_written,

@@ -48,7 +48,7 @@ class ServedSession(CoordinatorClient):
     status: Callable[[], dict[str, Any]]
 
     def __init__(self, environment: MemberEnvironment) -> None:
-        access = credentials.read(environment.token_file)
+        access = credentials.read(environment.token_file, environment.url)
         super().__init__(environment, access)
         self._handlers |= {
             messages.PlacementMsg: self._on_placement,

@@ -49,7 +49,7 @@ def read(environ: Mapping[str, str]) -> MemberEnvironment | None:
     if not url:
         return None
     settings = _decode(environ.get("SHOAL_SETTINGS") or "{}")
-    host, *other_hosts = _require(environ, "SHOAL_HOST").split(",")
+    host, *other_hosts = _require(environ, "SHOAL_MEMBER_HOSTS").split(",")
     return MemberEnvironment(
         url=url,
         token_file=_require(environ, "SHOAL_TOKEN_FILE"),

@@ -57,7 +57,7 @@ class MemberWorlds(CoordinatorClient):
     """A member's state among worlds, and how it reacts to the coordinator and to broken connections."""
 
     def __init__(self, environment: MemberEnvironment) -> None:
-        access = credentials.read(environment.token_file)
+        access = credentials.read(environment.token_file, environment.url)
         super().__init__(environment, access)
         self.rank = 0
         self.exchange: Exchange | None = None

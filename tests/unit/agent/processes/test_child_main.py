@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from shoal.agent.processes import child_main
-from shoal.errors import LeaseLost
+from shoal.errors import PeerUnreachable
 
 
 def record(tmp_path: Path, error: BaseException) -> dict[str, object]:
@@ -16,8 +16,8 @@ def record(tmp_path: Path, error: BaseException) -> dict[str, object]:
 
 
 def test_exception_is_recorded_with_its_kind_and_code(tmp_path: Path) -> None:
-    recorded = record(tmp_path, LeaseLost("silent for 3 s"))
-    assert (recorded["kind"], recorded["text"], recorded["code"]) == ("LeaseLost", "silent for 3 s", "S209")
+    recorded = record(tmp_path, PeerUnreachable("silent for 3 s"))
+    assert (recorded["kind"], recorded["text"], recorded["code"]) == ("PeerUnreachable", "silent for 3 s", "S204")
     recorded = record(tmp_path, SystemExit("no data"))
     assert (recorded["kind"], recorded["text"], recorded["code"]) == ("SystemExit", "no data", "")
 

@@ -96,3 +96,9 @@ def test_share_changes_do_not_push_out_other_events() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "local/2 is lost" in text
     assert "shares 49" not in text
+
+
+def test_panel_obeys_no_escape_codes_of_others() -> None:
+    evil = "\x1b]0;x\x07"
+    view = run_view(name=evil, status="waiting", reason=evil, metrics={evil: 1.0}, members=(member_view(evil, rank=0),))
+    assert "\x1b" not in drawn(live_panel.render(view, [], now=100.0))

@@ -37,3 +37,8 @@ def test_fractions_are_shown_in_percent(part: float, shown: str) -> None:
 
 def test_columns_are_aligned_under_their_heads() -> None:
     assert table.columns(("a", "long"), [("x", "1"), ("yyy", "")]) == "A    LONG\nx    1\nyyy"
+
+
+def test_control_characters_of_others_are_made_visible() -> None:
+    assert table.printable("a\x1b[2Jb\x9bc\rd\x7f") == r"a\x1b[2Jb\x9bc\x0dd\x7f"
+    assert table.printable("two\tcells\nand a line · 4 %") == "two\tcells\nand a line · 4 %"

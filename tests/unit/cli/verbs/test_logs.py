@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.unit.views import member_view, run_view, story_line
 
-from shoal.cli.verbs.logs import check_member
 from shoal.errors import UsageError
+from shoal.launch.run_lookup import check_member
 from shoal.wire.api import LogPage, RunView, StoryLine
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import time
 
+import pytest
 from tests.unit.views import run_view
 
+from shoal.cli.options import OutputOptions
 from shoal.cli.verbs import ps
 
 
@@ -26,3 +28,9 @@ def test_start_time_is_shown_with_its_date_unless_it_is_today() -> None:
     assert re.search(r"^a .* 12:00:00 +1 min 0 s", shown, re.M)
     assert re.search(r"^b .* 2026-11-16 12:00 +24 h", shown, re.M)
     assert "STARTED" in shown
+
+
+def test_name_with_escape_codes_does_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    views = [run_view("r", name="evil\x1b]0;title\x07", user="bob")]
+    OutputOptions().result(views, lambda: ps.text(views, 200.0))
+    assert "\x1b" not in capsys.readouterr().out

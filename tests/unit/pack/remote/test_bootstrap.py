@@ -90,3 +90,13 @@ def test_first_url_that_answers_is_used(server: Server, tmp_path: Path) -> None:
 def test_urls_that_do_not_answer_are_all_named(tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match=r"http://127\.0\.0\.1:1: .*; http://127\.0\.0\.1:2: "):
         bootstrap._first_reachable(["http://127.0.0.1:1", "http://127.0.0.1:2"], None)
+
+
+def test_token_of_a_coordinator_with_tls_is_not_sent_in_clear(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap.ssl.SSLContext, "load_verify_locations", lambda self, cadata: None)
+    (tmp_path / "token").write_text("secret\n-----BEGIN CERTIFICATE-----\n")
+    with pytest.raises(DownloadFailed, match="is not encrypted"):
+        BootstrapClient(f"http://127.0.0.1:{server.server_port}", str(tmp_path / "token"))
+    assert server.seen == []

@@ -11,7 +11,7 @@ STARTED = {
     "SHOAL_RUN": "r1",
     "SHOAL_MEMBER": "lab1/0",
     "SHOAL_INCARNATION": "a",
-    "SHOAL_HOST": "127.0.0.1",
+    "SHOAL_MEMBER_HOSTS": "127.0.0.1",
     "SHOAL_RUN_DIR": "runs/r1",
 }
 

@@ -23,7 +23,7 @@ ENVIRONMENT = environment.read(
         "SHOAL_RUN": "r",
         "SHOAL_MEMBER": "far/0",
         "SHOAL_INCARNATION": "a",
-        "SHOAL_HOST": "h",
+        "SHOAL_MEMBER_HOSTS": "h",
         "SHOAL_RUN_DIR": "/runs/r",
     }
 )

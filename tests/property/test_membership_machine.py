@@ -42,6 +42,7 @@ class Model:
     leaving: bool = False
     done: bool = False
     early: bool = False
+    end_at: int = FOR_EVER
     inbox: deque[Any] = dataclasses.field(default_factory=deque)
     outbox: deque[Any] = dataclasses.field(default_factory=deque)
 
@@ -168,7 +169,7 @@ class Membership(RuleBasedStateMachine):
     @precondition(lambda self: not self.calm)
     @rule(data=st.data())
     def member_leaves_the_loop(self, data: st.DataObject) -> None:
-        """Let the script of one member break out of its loop; the others continue without it."""
+        """Let the script of one member break out of its loop: the training ends there for all."""
         model = self._pick(data, lambda m: m.works and not m.done and not m.leaving and self._is_in_complete_world(m))
         if model is not None and data.draw(st.integers(0, 3)) == 0:
             model.done = model.early = True
@@ -390,7 +391,7 @@ class Membership(RuleBasedStateMachine):
         proposal = before.proposal
         was_proposed = proposal is not None and proposal.number == getattr(event, "world", None)
         self.state, instructions = decide(before, event, self.now)
-        self._note_end(event)
+        self._note_end(event, before)
         self._check_sources(instructions)
         if isinstance(event, ev.MemberLeft) and event.world is not None and was_proposed:
             assert not any(isinstance(i, ev.DissolveWorld) for i in instructions), (
@@ -408,13 +409,13 @@ class Membership(RuleBasedStateMachine):
                 ):
                     model.inbox.append(instruction)
 
-    def _note_end(self, event: Any) -> None:
+    def _note_end(self, event: Any, before: MembershipState) -> None:
         """Record that a member has reported the last step: from then on the run only has to end."""
         member = self.state.members.get(getattr(event, "member", ""))
         if isinstance(event, ev.MemberConnected) and member is not None and member.incarnation == event.incarnation:
-            self.ended |= event.done and not event.early
+            self.ended |= event.done and (not event.early or event.member in before.members)
         elif isinstance(event, ev.MemberDone):
-            self.ended |= not event.early
+            self.ended = True
 
     def _check_sources(self, instructions: tuple[Any, ...]) -> None:
         """Check that a member without the state receives it from one that holds it."""
@@ -459,6 +460,9 @@ class Membership(RuleBasedStateMachine):
             model.send(ev.MemberReady(model.name, "f", model.step, restored=True))
             if self.checkpoint is None:
                 self.committed = 0
+        elif isinstance(instruction, ev.EndTraining):
+            model.end_at = instruction.step
+            self._report_done([model])
         elif isinstance(instruction, ev.AnnounceFinished):
             assert instruction.step == self.total or any(m.early for m in self.models.values())
             if not model.done:
@@ -503,9 +507,11 @@ class Membership(RuleBasedStateMachine):
     def _report_done(self, models: list[Model]) -> None:
         """Let members that have done the last step report it and stop training."""
         for model in models:
-            if model.alive and model.step == self.total and not model.done:
-                model.done = True
-                model.send(ev.MemberDone(model.name, self.total))
+            if not model.alive or model.done or model.step is None:
+                continue
+            if model.step == self.total or model.step >= model.end_at:
+                model.done, model.early = True, model.step != self.total
+                model.send(ev.MemberDone(model.name, model.step, model.early))
 
     def _resume_connecting(self, model: Model) -> None:
         if model.formed is not None and model.joins_after is None:

@@ -42,6 +42,8 @@ def to_members(instruction: Any) -> tuple[tuple[str, ...], Message] | None:
         case ev.StopMembers(to, reason, checkpoint, exit_code):
             # A member ends as done or as preempted, whatever the exit code of its run.
             return to, ms.StopMsg(reason, checkpoint, exit_codes.RESUMABLE if exit_code else exit_codes.OK)
+        case ev.EndTraining(to, step, reason):
+            return to, ms.EndTrainingMsg(step, reason)
         case ev.AnnounceFinished(to, step):
             return to, ms.RunFinishedMsg(step)
         case ev.GrantClaim(member, name):

@@ -209,7 +209,7 @@ class LeftMsg(Message, frozen=True):
 class DoneMsg(Message, frozen=True):
     """The member has committed the last step, and so has every other member of its world: the run is finished.
 
-    With `early`, only this member's script has left its loop; the others continue without it.
+    With `early`, this member's script has left its loop before the last step: the training ends there for all.
     """
 
     step: Count
@@ -358,6 +358,13 @@ class StopMsg(Message, frozen=True):
     exit_code: Integer
 
 
+class EndTrainingMsg(Message, frozen=True):
+    """Training ends at `step`: end the loop there, or at once if that step is committed, and answer DoneMsg."""
+
+    step: int
+    reason: str
+
+
 class RunFinishedMsg(Message, frozen=True):
     """The run has trained to its end at `step`: a member outside its last world exits; an evaluator scores the rest."""
 
@@ -410,6 +417,7 @@ ToMember = Union[
     LeavingMsg,
     EvictedMsg,
     StopMsg,
+    EndTrainingMsg,
     RunFinishedMsg,
     ClaimGrantedMsg,
     ClaimAlreadyDoneMsg,

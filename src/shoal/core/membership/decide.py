@@ -44,6 +44,11 @@ Failure cases:
   failures and is quarantined, longer each time, so that the others can train. A member that is both suspected and
   disconnected is lost at once, before its lease expires.
 - *A proposal cannot be connected.* It is dropped, and the joiners that were suspected are quarantined.
+- *Worlds break before their first step,* one after another. The next one waits, each time longer.
+- *A script leaves its loop* before the last step (`break`, `return`, exit with code 0). The training ends there for all
+  (`EndTraining`): members at that step are done; one that is behind, because the world broke in that very step, repeats
+  it, alone if need be and with fewer than the minimum; one without the state is told that the run has finished. A
+  script that fails with an error ends nothing: its member is lost, and the others continue.
 - *All members have notice.* They train until the last moment that leaves time for a checkpoint, in case replacements
   join (`replaces_members`), and then the run stops, resumable.
 - *The coordinator restarts.* It replays the journal; all leases restart. Members have trained on meanwhile.
@@ -135,7 +140,8 @@ def _on_connected(draft: MembershipDraft, event: ev.MemberConnected) -> None:
 
 
 def _add_member(draft: MembershipDraft, event: ev.MemberConnected) -> None:
-    draft.set(order=draft.state.order + 1)
+    forgotten = tuple(name for name in draft.state.lost_from_world if name != event.member)
+    draft.set(order=draft.state.order + 1, lost_from_world=forgotten)
     draft.members[event.member] = MemberState(
         name=event.member,
         incarnation=event.incarnation,
@@ -190,12 +196,19 @@ def _has_moved_on(world: World, member: str, number: int) -> bool:
 
 
 def _repeat_world(draft: MembershipDraft, event: ev.MemberConnected) -> bool:
-    """Announce the live world again to a member that has a seat in it and is not there; return whether it was so."""
+    """Announce the live world again to a member that has a seat in it and is not there; return whether it was so.
+
+    A world that a member has left meanwhile, as all do after a stop, can no longer be entered: it is dissolved.
+    """
     world = draft.state.world
-    missed = world is not None and world.rank_of(event.member) is not None and event.world != world.number
-    if world is not None and missed:
+    if world is None or world.rank_of(event.member) is None or event.world == world.number:
+        return False
+    gone = [seat.member for seat in world.seats if seat.member not in draft.members]
+    if gone:
+        draft.dissolve(f"{event.member} is not in world {world.number}, and {join_names(gone)} has left it")
+    else:
         draft.instruct(ev.FormWorld(world, (event.member,), "it missed the formation of this world"))
-    return missed
+    return True
 
 
 def _on_ready(draft: MembershipDraft, event: ev.MemberReady) -> None:
@@ -206,17 +219,18 @@ def _on_ready(draft: MembershipDraft, event: ev.MemberReady) -> None:
     if draft.state.fingerprint not in ("", event.fingerprint):
         draft.reject_model(member.name)
         return
-    if event.restored:
+    # A late answer, after a world was formed without it, is only a state that may be old.
+    answered = event.restored and draft.state.restoring == member.name
+    if answered:
         _on_restored(draft, event)
-    stale = member.stale and not event.restored
+    stale = (member.stale or event.restored) and not answered
     draft.update(member.name, status=WAITING, step=event.step, stale=stale and event.step is not None)
     if not draft.state.started and draft.state.regroup_until is not None:
         draft.set(regroup_until=draft.now + draft.state.settings.regroup_s)
 
 
 def _on_restored(draft: MembershipDraft, event: ev.MemberReady) -> None:
-    if draft.state.restoring == event.member:
-        draft.set(restoring="")
+    draft.set(restoring="")
     if event.step is None:
         note = f"no checkpoint exists: training starts over and repeats {draft.state.step} steps"
         draft.set(started=False, step=0)
@@ -240,6 +254,8 @@ def _on_broken(draft: MembershipDraft, event: ev.WorldBroken) -> None:
     if member.status in (REGROUPING, TRAINING, WAITING) and (live or event.world >= _last_world(draft, event)):
         draft.record_answer(event.member, event.step)
     if live:
+        if (event.step or 0) <= draft.state.world_began_at:
+            draft.count_failed_world()
         _suspect(draft, event)
         peers = f"its connection to {join_names(event.suspects)}" if event.suspects else "its connections"
         draft.dissolve(f"{event.member} lost {peers}" + (f": {event.cause}" if event.cause else ""))
@@ -343,12 +359,15 @@ def _on_left(draft: MembershipDraft, event: ev.MemberLeft) -> None:
 
 
 def _on_done(draft: MembershipDraft, event: ev.MemberDone) -> None:
-    if event.member not in draft.members:
+    if event.member in draft.members:
+        draft.update(event.member, status=DONE, step=event.step)
+    elif not event.early or event.member not in draft.state.lost_from_world:
         return
-    draft.update(event.member, status=DONE, step=event.step)
     draft.set(step=max(draft.state.step, event.step))
-    if not event.early or not draft.others_go_on():
-        draft.set(done_at=event.step)
+    if event.early:
+        draft.end_at(event.member, event.step)
+    else:
+        draft.set(done_at=event.step, left_loop="")
 
 
 def _on_claim_requested(draft: MembershipDraft, event: ev.ClaimRequested) -> None:
@@ -411,6 +430,8 @@ def _on_timer(draft: MembershipDraft, event: ev.TimerFired) -> None:
             draft.update(name, quarantined_until=0.0)
     if event.what == "proposal":
         draft.repeat_proposal(list(draft.members))
+    if event.what == "retry":
+        draft.set(form_at=None)
 
 
 def _on_restart(draft: MembershipDraft, _event: ev.CoordinatorRestarted) -> None:

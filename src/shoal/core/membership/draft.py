@@ -15,6 +15,9 @@ from shoal.core.world import Seat, World
 
 # Up to so many names are listed in full, of more than that only the first few.
 LISTED_IN_FULL, LISTED_OF_MANY = 32, 8
+# The pause before another world, after three in a row that broke before their first step; it doubles with each one.
+RETRY_S, RETRY_MAX_S = 0.2, 15.0
+KEPT_LOST = 32
 
 
 class MembershipDraft(Draft[MembershipState, ev.Instruction]):
@@ -49,6 +52,8 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
         world, proposal = self.state.world, self.state.proposal
         if self.state.restoring == name:
             self.set(restoring="")
+        if status in (TRAINING, REGROUPING):
+            self.set(lost_from_world=(*self.state.lost_from_world, name)[-KEPT_LOST:])
         if not planned:
             self.set(losses=self.state.losses + 1)
             self.instruct(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
@@ -81,8 +86,16 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
         """Record that a member has left its world and holds the state of `step`."""
         progress = (step or 0) > self.state.world_began_at
         failures = 0 if progress else self.members[name].failures
+        if progress:
+            self.set(failed_worlds=0, form_at=None)
         self.update(name, status=WAITING, step=step, stale=False, failures=failures)
         self.set(step=max(self.state.step, step or 0))
+
+    def count_failed_world(self) -> None:
+        """Count a world that broke before its first step; from the third in a row on, pause before the next one."""
+        failed = self.state.failed_worlds + 1
+        pause_s = min(RETRY_MAX_S, RETRY_S * 2.0 ** min(failed - 3, 16)) if failed > 2 else 0.0
+        self.set(failed_worlds=failed, form_at=self.now + pause_s if pause_s else None)
 
     # --- what follows from an event
 
@@ -112,8 +125,26 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
         """End the training and tell the members that are not done."""
         step = self.state.done_at or 0
         others = tuple(m.name for m in self.members.values() if m.status != DONE)
-        self.set(finished=True, world=None, proposal=None, reason=f"finished at step {step}")
+        cause = f": the script of {self.state.left_loop} left its loop" if self.state.left_loop else ""
+        self.set(finished=True, world=None, proposal=None, reason=f"finished at step {step}{cause}")
         self.instruct(ev.AnnounceFinished(others, step))
+
+    def end_at(self, name: str, step: int) -> None:
+        """End the training at `step` for all members, because the script of one has left its loop there.
+
+        If another has left at a later step, the later one counts; the last step of the data is never taken back.
+        """
+        latest = self.state.done_at
+        if latest is not None and (not self.state.left_loop or step <= latest):
+            return
+        self.set(done_at=step, left_loop=self.state.left_loop or name)
+        self.repeat_end(m.name for m in self.members.values() if m.status != DONE)
+
+    def repeat_end(self, names: Iterable[str]) -> None:
+        """Tell these members at which step the training ends, if a script has left its loop."""
+        step, to = self.state.done_at, tuple(names)
+        if self.state.left_loop and step is not None and not self.state.finished and to:
+            self.instruct(ev.EndTraining(to, step, f"the script of {self.state.left_loop} left its training loop"))
 
     # --- forming a world when none is live
 
@@ -126,6 +157,9 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
         ]
         if awaited:
             self.wait(f"waiting for {join_names(awaited)} to answer")
+            return
+        if self.state.form_at is not None and self.now < self.state.form_at:
+            self.wait("worlds break before their first step: pausing, each time longer, before the next one")
             return
         able = [m for m in self.members.values() if m.status == WAITING and m.connected]
         present = [m for m in able if m.quarantined_until <= self.now]
@@ -239,10 +273,14 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
         for rank, member in enumerate(chosen):
             self.update(member.name, status=TRAINING, rank=rank, stale=False, suspected=False)
         reason = f"world {number} formed from {len(chosen)} members at step {top}"
+        if self.state.failed_worlds > 1:
+            reason += f", after {self.state.failed_worlds} in a row that broke before their first step"
         self.set(
             world=world,
             number=number,
             started=True,
+            restoring="",
+            form_at=None,
             regroup_until=None,
             step=max(self.state.step, top) if not fresh else 0,
             world_began_at=top,
@@ -384,6 +422,8 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
     def remind(self, member: MemberState) -> None:
         """Tell a member that connected about a stop or the end of the training: it may not know."""
         self.repeat_stop([member.name])
+        if member.status != DONE:
+            self.repeat_end([member.name])
         if self.state.finished:
             self.instruct(ev.AnnounceFinished((member.name,), self.state.step))
 

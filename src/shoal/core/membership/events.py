@@ -148,7 +148,7 @@ class MemberLeft:
 
 @dataclass(frozen=True, slots=True)
 class MemberDone:
-    """A member's training loop ended. `early`: its script left the loop before the last step; others may go on."""
+    """A member's training loop ended. `early`: its script left the loop before the last step, at which all end."""
 
     member: str
     step: int
@@ -227,6 +227,7 @@ class TimerFired:
     - quarantine: a member may be given a seat again
     - notice: all members have to leave, and one of them can no longer wait for replacements
     - proposal: the proposed world was not entered yet, so it is announced again
+    - retry: the pause after worlds that failed is over
     """
 
     what: str
@@ -355,6 +356,15 @@ class StopMembers:
 
 
 @dataclass(frozen=True, slots=True)
+class EndTraining:
+    """Tell these members that the training ends at `step`: those behind it train until there, the others are done."""
+
+    to: tuple[str, ...]
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AnnounceFinished:
     """Tell these members that the training ended at `step`."""
 
@@ -396,6 +406,7 @@ Instruction = Union[
     RejectMember,
     EvictMember,
     StopMembers,
+    EndTraining,
     AnnounceFinished,
     GrantClaim,
     AnnounceClaimCompleted,

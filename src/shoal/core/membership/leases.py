@@ -120,6 +120,8 @@ def due(
         fired.append(ev.TimerFired("quarantine"))
     if state.settings.replaces_members and state.stopping is None and _must_stop(state, now):
         fired.append(ev.TimerFired("notice"))
+    if state.form_at is not None and now >= state.form_at:
+        fired.append(ev.TimerFired("retry"))
     if state.proposal is not None and state.repeat_at is not None and now >= state.repeat_at:
         fired.append(ev.TimerFired("proposal"))
     return tuple(fired)

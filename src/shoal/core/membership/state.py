@@ -84,8 +84,11 @@ class MembershipState:
     `number` is the number of the latest world or placement, `order` that of the latest member. A proposal is announced
     again at `repeat_at`. `restoring` is the member that was told to restore a checkpoint. The first world waits for
     more members until `regroup_until`. `done_at` is the last step, once a member has done it; `finished` is set when no
-    member has to do it any more. `step` is the newest committed step that is known, `world_began_at` the first step of
-    the live world. `lost_trainers` are those that the servers were told of lately: name, incarnation, time.
+    member has to do it any more. `left_loop` names the member whose script left its loop there, before the last step of
+    the data. `lost_from_world` are members that were lost from a world lately: how their processes ended is not known
+    yet. `step` is the newest committed step that is known, `world_began_at` the first step of the live world.
+    `failed_worlds` counts worlds in a row that broke before their first step; the next is not formed before `form_at`.
+    `lost_trainers` are those that the servers were told of lately: name, incarnation, time.
     """
 
     settings: MembershipSettings
@@ -105,9 +108,13 @@ class MembershipState:
     claims: Mapping[str, ClaimState] = field(default_factory=dict)
     stopping: ev.StopRequested | None = None
     done_at: int | None = None
+    left_loop: str = ""
+    lost_from_world: tuple[str, ...] = ()
     finished: bool = False
     step: int = 0
     world_began_at: int = 0
+    failed_worlds: int = 0
+    form_at: float | None = None
     checkpoint_step: int | None = None
     checkpoint_path: str = ""
     adjustments: Mapping[str, ev.AdjustmentReported] = field(default_factory=dict)

@@ -321,9 +321,12 @@ def _on_connected(draft: PlacementDraft, event: ev.MemberConnected) -> None:
 def _on_done(draft: PlacementDraft, event: ev.MemberDone) -> None:
     if event.member in draft.members:
         draft.update(event.member, status=DONE, step=event.step)
-        draft.set(step=max(draft.state.step, event.step))
-        if not event.early or not draft.of_role(TRAINER, TRAINING):
-            draft.set(done_at=event.step)
+    elif not event.early:
+        return
+    draft.set(step=max(draft.state.step, event.step))
+    # Trainers have no step in common at which all could end: each trains until its own script leaves the loop.
+    if not event.early or not draft.of_role(TRAINER, TRAINING):
+        draft.set(done_at=event.step)
 
 
 def _on_copied(draft: PlacementDraft, event: ev.PartCopied) -> None:

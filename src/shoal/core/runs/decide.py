@@ -299,6 +299,16 @@ class _Cascade:
         evaluator = run.evaluation.members.get(event.member)
         if evaluator is not None and evaluator.incarnation == event.incarnation:
             run.evaluation, _ = evaluation.decide(run.evaluation, ev.MemberLeft(event.member, None), self._now)
+        left_loop = _left_its_loop(run, event)
+        done = ev.MemberDone(event.member, run.membership.step, early=True)
+        if left_loop and not run.membership.settings.servers:
+            self._then(self._membership, run, done)
+        self._then(self._process_of_member_exited, run, event)
+        if left_loop and run.membership.settings.servers:
+            # Servers first have to hear that the trainer is lost, with its ticket.
+            self._then(self._membership, run, done)
+
+    def _process_of_member_exited(self, run: RunState, event: fe.ProcessExited) -> None:
         member, finished = run.membership.members.get(event.member), run.membership.finished
         if member is not None and member.incarnation == event.incarnation:
             if member.status != membership.DONE:
@@ -465,6 +475,17 @@ def _has_started(run: RunState, desired: DesiredRun) -> bool:
     """Return whether a member has trained; of an unmodified script, whether it was ever started."""
     state = run.membership
     return state.started or state.placement is not None or bool(run.spec.compat and desired.seen)
+
+
+def _left_its_loop(run: RunState, event: fe.ProcessExited) -> bool:
+    """Return whether a trainer of a world exited with code 0 and could not report that its script left the loop."""
+    if event.cause != "done" or run.membership.finished or run.membership.stopping is not None:
+        return False
+    member = run.membership.members.get(event.member)
+    if member is None:
+        return event.member in run.membership.lost_from_world
+    held = member.status in (membership.TRAINING, membership.REGROUPING) or member.step is not None
+    return member.incarnation == event.incarnation and member.status != membership.DONE and held
 
 
 def _before_first_step(run: RunState) -> bool:

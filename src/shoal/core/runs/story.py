@@ -21,6 +21,8 @@ from shoal.core.runs.spec import StoryLine
 from shoal.core.runs.state import RunState
 
 LINES_PER_ENTRY = 100
+# So many worlds in a row that broke before their first step are told one by one.
+TOLD_FAILURES = 3
 
 Sentence = tuple[str, str] | None
 
@@ -48,9 +50,19 @@ def _worth_telling(
     if isinstance(event, ev.AdjustmentReported):
         # Every member reports the same adjustment; only the first report leads to an instruction.
         return [(run, event)] if instructions else []
+    if state is not None and _is_repeated_failure(state):
+        # One line for each doubling of the count: it is in the reason of the world that is formed next.
+        kept = (ev.WorldBroken, ev.DissolveWorld, ev.FormWorld)
+        return [(name, subject) for name, subject in [(run, event), *instructions] if not isinstance(subject, kept)]
     if isinstance(event, ev.MemberDisconnected) and state is not None and _has_finished(state, event.member):
         return instructions
     return [(run, event), *instructions]
+
+
+def _is_repeated_failure(run: RunState) -> bool:
+    """Return whether worlds break before their first step, and their number is not worth a line."""
+    failed = run.membership.failed_worlds
+    return failed > TOLD_FAILURES and failed & (failed - 1) != 0
 
 
 def _has_finished(run: RunState, name: str) -> bool:
@@ -90,6 +102,12 @@ def _ready(e: ev.MemberReady) -> Sentence:
 def _broken(e: ev.WorldBroken) -> Sentence:
     suspects = f", suspecting {', '.join(e.suspects)}" if e.suspects else ""
     return f"{e.member} lost world {e.world} at step {e.step}{suspects}", e.cause
+
+
+def _done(e: ev.MemberDone) -> Sentence:
+    if e.early:
+        return f"script of {e.member} left its training loop at step {e.step}", "training ends there for all members"
+    return f"{e.member} finished at step {e.step}", ""
 
 
 def _adjusted(e: ev.AdjustmentReported) -> Sentence:
@@ -151,7 +169,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     ev.AdjustmentReported: _adjusted,
     ev.WorldBroken: _broken,
     ev.MemberDisconnected: lambda e: (f"{e.member} lost its connection to the coordinator", ""),
-    ev.MemberDone: lambda e: (f"{e.member} finished at step {e.step}", ""),
+    ev.MemberDone: _done,
     ev.ClaimCompleted: lambda e: (f"{e.member} saved {e.name}", "claim granted to one member"),
     ev.CheckpointWritten: lambda e: (f"{e.member} wrote the checkpoint of step {e.step}", e.path),
     ev.PartCopied: lambda e: (f"{e.member} copied {_part(e.part)} to {e.to}", ""),
@@ -167,6 +185,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     ev.RejectMember: lambda i: (f"rejected {i.member}: {i.what}", i.why),
     ev.EvictMember: lambda i: (f"evicted {i.member}", i.reason),
     ev.StopMembers: lambda i: (f"told {join_names(i.to)} to stop", i.reason),
+    ev.EndTraining: lambda i: (f"told {join_names(i.to)} that training ends at step {i.step}", i.reason),
     ev.AnnounceFinished: lambda i: (f"training finished at step {i.step}", ""),
     ev.MembershipNote: lambda i: (i.text, ""),
     # Evaluation.

@@ -77,6 +77,7 @@ class TrainFunction(ABC):
     def end(self) -> None:
         """Leave the loop, whether or not it is at its end."""
         if self._micro_batches is not None:
+            self.closing = True
             self._micro_batches.close()  # type: ignore[attr-defined]
 
     def release(self) -> None:

@@ -28,6 +28,7 @@ from shoal.worker.parameter_server.rpc import Raw
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.server_main import serve
 from shoal.worker.training.loop import step_seed
+from shoal.worker.training.loop_exit import left_on_purpose
 from shoal.worker.training.metrics import finite_metrics
 from shoal.worker.training.slowdown import slowdown_for
 from shoal.worker.training.training_state import TrainingState
@@ -71,13 +72,16 @@ class TicketStep:
 
 
 class TicketLoop(ABC):
-    """Runs the tickets of one training loop; `current` is the ticket in progress or the last one."""
+    """Runs the tickets of one training loop; `current` is the ticket in progress or the last one.
+
+    For `closing` see `Loop`.
+    """
 
     def __init__(self, session: ServedSession, training_state: TrainingState) -> None:
         self.feed: Feed | None = None
         self.current: TicketStep | None = None
         self.metrics: dict[str, Any] = {}
-        self.looping = False
+        self.looping = self.closing = False
         self._session, self._training_state = session, training_state
         self._sync = sync_mode.parse(session.settings.sync)
         self._client = ServerClient(session) if not session.is_server else None
@@ -167,7 +171,7 @@ class TicketLoop(ABC):
         finally:
             self.looping = False
             assert self._client is not None
-            if not over and sys.exc_info()[0] is GeneratorExit:
+            if not over and sys.exc_info()[0] is GeneratorExit and (self.closing or left_on_purpose()):
                 self._client.disconnect()
                 session.leave_loop()
             self._end_loop()

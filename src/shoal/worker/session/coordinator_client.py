@@ -48,6 +48,9 @@ class CoordinatorClient:
         self._broken = False
         self._applying = self._evicted_while_applying = False
         self._done = self._left_loop = False
+        # Set when the loop was left and it is not known yet whether the script failed: what to do if it did not.
+        self._suspended: Callable[[], None] | None = None
+        self._end_at: int | None = None
         self._finished = False
         self._stop: messages.StopMsg | None = None
         self._leaving: tuple[float, str] | None = None
@@ -94,6 +97,7 @@ class CoordinatorClient:
 
     def claim(self, name: str) -> bool:
         """Block until this member may do something once (True), or until another member has done it (False)."""
+        self._resolve_suspended()
         with self._changed:
             self._request_claim(name)
             self._wait_until(lambda: self._claims[name] != REQUESTED, f"the member that does {name!r}")
@@ -101,6 +105,7 @@ class CoordinatorClient:
 
     def try_claim(self, name: str) -> bool:
         """Request a claim that is never completed; return at once whether this member holds it now."""
+        self._resolve_suspended()
         with self._changed:
             self._request_claim(name)
             return self._claims[name] == GRANTED
@@ -125,9 +130,13 @@ class CoordinatorClient:
 
     def report_exception(self, error: BaseException, text: str) -> None:
         """Report an exception of the user's code, before the process ends and peers see only a lost connection."""
+        self._suspended = None
         code = error.code if isinstance(error, errors.ShoalError) else ""
         kind, step = type(error).__name__, self.step or 0
         self._send(messages.ExceptionRaisedMsg(kind, str(error)[:2000], text[-20_000:], code, step))
+
+    def _resolve_suspended(self) -> None:
+        """Do nothing: only a session with a training loop can leave it."""
 
     # --- sending
 

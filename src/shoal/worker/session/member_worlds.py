@@ -83,6 +83,7 @@ class MemberWorlds(CoordinatorClient):
             messages.DissolveWorldMsg: self._on_dissolve_world,
             messages.EvictedMsg: self._on_evicted,
             messages.RestoreMsg: self._on_restore,
+            messages.EndTrainingMsg: self._on_end_training,
         }
         self.peers = Peers(
             access.token.encode(),
@@ -151,6 +152,7 @@ class MemberWorlds(CoordinatorClient):
         if message.world.number <= max(current, self._own_number() or 0, self._ended_up_to):
             return
         self.reason = message.reason
+        self._restore_requested = False  # the state comes from a member after all
         self._stop_entering()
         if self.world is not None and not self._broken:
             self._break_world((), message.reason)
@@ -235,6 +237,13 @@ class MemberWorlds(CoordinatorClient):
 
     def _on_restore(self, _message: messages.RestoreMsg) -> None:
         self._restore_requested = True
+
+    def _on_end_training(self, message: messages.EndTrainingMsg) -> None:
+        """Note the step at which training ends; do not begin another if that one is committed."""
+        self._end_at = message.step
+        if self.step is not None and self.step >= message.step and not self._applying:
+            self._break_world((), message.reason, report=False)
+        self.reason = message.reason
 
     # --- results of the connecting threads
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from shoal import exit_codes
@@ -28,6 +29,8 @@ from shoal.worker.transport.snapshot import Snapshot
 FAREWELL_S = 5.0
 # How long the only holder of the state waits outside a world for a member to give it to.
 HAND_OVER_S = 2.0
+# How long an exception that left the loop may take to reach the top of the script before it counts as caught.
+UNWIND_S = 30.0
 FOREVER_S = 7 * 24 * 3600.0
 
 
@@ -50,6 +53,7 @@ class Session(MemberWorlds):
 
     def begin(self, fingerprint: str, training_state: StateProvider, on_cpu: bool = True) -> None:
         """Report that the model is built and ask to be admitted; the agent's speed estimate holds for CPUs only."""
+        self._resolve_suspended()
         with self._changed:
             self._fingerprint, self._state, self._ready = fingerprint, training_state, True
             self._speed = self.environment.speed if on_cpu else 0.0
@@ -79,6 +83,8 @@ class Session(MemberWorlds):
     def next_step(self) -> int:
         """Block until this member is in a world and holds its state; return the next step."""
         while True:
+            if self._error is None and self.step is not None and self.ends_at(self.step):
+                return self.step
             self._raise_if_over()
             if self.world is not None and not self._broken:
                 if self._agreed_world is not None:
@@ -143,8 +149,17 @@ class Session(MemberWorlds):
         """Break the current world, because the exchange of this step failed."""
         self._break_world(broken.suspects, broken.cause)
 
+    def ends_at(self, step: int) -> bool:
+        """Return whether training ends at this step, before the last one, because a script has left its loop."""
+        return self._end_at is not None and step >= self._end_at
+
     def finish(self) -> bool:
         """Return whether every member of this world has committed the last step; if not, call `next_step` again."""
+        if self.ends_at(self.step or 0):
+            # The member that left its loop answers no barrier; the coordinator sees to it that the others get here.
+            self._report_left()
+            sys.stderr.write(f"shoal: {self.me}: training ends at step {self.step}: {self.reason}\n")
+            return True
         exchange = self.exchange
         self._finishing = True
         try:
@@ -161,16 +176,44 @@ class Session(MemberWorlds):
         return True
 
     def leave_loop(self) -> None:
-        """Report that the script left its loop before the last step; the other members continue without this one."""
+        """Report that the script left its loop before the last step: training ends there for all members.
+
+        The exchange stays open until the process closes it, so that peers can complete the step; those that wait for
+        the next one are told to end by the coordinator.
+        """
+        self._report_left()
+        text = f"its script left the training loop at step {self.step or 0}; training ends there for all members"
+        sys.stderr.write(f"shoal: {self.me}: {text}\n")
+
+    def suspend_loop(self, at_end: Callable[[], None]) -> None:
+        """Leave open whether the script left its loop or fails: it may be an exception on its way.
+
+        If the script uses the run again, or nothing is heard of an exception for long, it has left the loop. If the
+        process ends first, its exit code tells. `at_end` checkpoints the final state then.
+        """
+        self._suspended = at_end
+        self.set_phase("outside the loop")
+        timer = threading.Timer(UNWIND_S, self._resolve_suspended)
+        timer.daemon = True
+        timer.start()
+
+    def _resolve_suspended(self) -> None:
+        """Report that the script left its loop, if that was left open: the exception was caught."""
+        suspended, self._suspended = self._suspended, None
+        if suspended is not None:
+            self.leave_loop()
+
+    def _report_left(self) -> None:
         with self._changed:
             self._finishing = self._done = self._left_loop = True
             self._send(messages.DoneMsg(self.step or 0, early=True))
-            if self.exchange is not None:
-                self.exchange.abort("its script left the training loop")
         self.set_phase("done")
 
     def close(self) -> None:
         """Close every exchange and the connections to coordinator and peers."""
+        suspended, self._suspended = self._suspended, None
+        if suspended is not None:
+            suspended()
         with self._changed:
             exchanges = [self.exchange, self._retired_exchange]
             exchanges += [pending.exchange for pending in (self._prepared, self._to_enter) if pending is not None]
@@ -198,6 +241,8 @@ class Session(MemberWorlds):
 
     def _has_instruction(self) -> bool:
         if self._to_enter is not None or self._restore_requested or self._finished:
+            return True
+        if self.step is not None and self.ends_at(self.step):
             return True
         return (self._leaving is not None or self._stop is not None) and self._may_leave()
 

@@ -100,7 +100,13 @@ class StandaloneSession:
         self._show_last_progress()
         return True
 
+    def ends_at(self, step: int) -> bool:  # noqa: ARG002
+        return False
+
     def leave_loop(self) -> None:
+        self._show_last_progress()
+
+    def suspend_loop(self, at_end: Callable[[], None]) -> None:  # noqa: ARG002
         self._show_last_progress()
 
     def _show_last_progress(self) -> None:

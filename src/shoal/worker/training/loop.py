@@ -31,7 +31,9 @@ Failures, in short:
   gradients were already sent, the world is broken too, so that all members repeat it.
 - Members disagree (steps, shares, learning rates): `MembersDiverged`. It is a defect of the script or of Shoal and is
   never ignored, because training on would silently produce a different model on each member.
-- The script leaves the loop early: the generator is closed and the session tells the others to continue without it.
+- The script leaves the loop early (`break`, `return`): training ends at that step for all members. The session tells
+  the coordinator, and the other members' loops end when they have committed the same step (`session.ends_at`).
+- The script raises: nothing is reported as done. The process ends, and the coordinator restarts it or not.
 
 A framework's trainer subclasses `Loop` and adds how gradients are computed, summed and applied.
 """
@@ -53,6 +55,7 @@ from shoal.worker.collectives.exchange import GatherWork
 from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
+from shoal.worker.training.loop_exit import left_on_purpose
 from shoal.worker.training.metrics import finite_metrics
 from shoal.worker.training.noise_sampling import NoiseSampler
 from shoal.worker.training.slowdown import slowdown_for
@@ -66,7 +69,8 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memo
 class Loop(ABC):
     """Runs the steps of one training loop; a step is given out until all members have committed it.
 
-    `current` is the step in progress, or the last one between steps; None before the first.
+    `current` is the step in progress, or the last one between steps; None before the first. Set `closing` before you
+    close the generator of `train` yourself, so that this is not taken for an exception.
     """
 
     def __init__(self, session: Session | StandaloneSession, training_state: TrainingState) -> None:
@@ -74,7 +78,7 @@ class Loop(ABC):
         self.current: Step | None = None
         self.auto: AutoBatch | None = None
         self.metrics: dict[str, Any] = {}
-        self.looping = False
+        self.looping = self.closing = False
         self.noise_sampler = NoiseSampler(session.settings.noise_every_steps)
         self.timer = StepTimer(self.noise_sampler.noise)
         self._session, self._training_state = session, training_state
@@ -133,7 +137,7 @@ class Loop(ABC):
                 self._undo_uncommitted()
                 step = session.next_step()
                 self._training_state.at_boundary(step)
-                if feed.ended(step):
+                if feed.ended(step) or session.ends_at(step):
                     over = session.finish()
                     if over:
                         self._training_state.at_end(step)
@@ -143,11 +147,22 @@ class Loop(ABC):
         finally:
             self.looping = False
             if not over and sys.exc_info()[0] is GeneratorExit:
-                session.leave_loop()
-                if self.committed:
-                    self._training_state.at_end(session.step or 0)
+                self._on_closed(on_purpose=self.closing or left_on_purpose())
             self._end_loop()
             feed.close()
+
+    def _on_closed(self, *, on_purpose: bool) -> None:
+        """Report that the script left the loop, or leave that open until it is known whether it failed."""
+        session = self._session
+        if not on_purpose:
+            session.suspend_loop(self._checkpoint_end)
+            return
+        session.leave_loop()
+        self._checkpoint_end()
+
+    def _checkpoint_end(self) -> None:
+        if self.committed:
+            self._training_state.at_end(self._session.step or 0)
 
     def _run_step(self, feed: Feed, number: int, seed: int) -> Iterator[Any]:
         """Yield the micro-batches of one step; stop early if the world breaks or memory runs out."""

@@ -55,3 +55,53 @@ def test_broken_world_is_reported_after_the_step_that_is_being_applied(session: 
     session.commit()
     assert session.sent == [messages.WorldBrokenMsg(3, 19, (), "local/1 is lost")]
     assert not session.begin_commit()
+
+
+@pytest.fixture
+def training(session: RecordedSession) -> RecordedSession:
+    """Return a member that trains in world 3, holds the state of step 18, and has no next world."""
+    session._prepared = session._announced = session._agreed_world = None
+    return session
+
+
+def test_member_that_reached_the_end_of_the_training_ends_its_loop_without_a_barrier(training: RecordedSession) -> None:
+    training._on_message(messages.EndTrainingMsg(18, "the script of local/1 left its training loop"))
+    assert training.broken, "it must not wait for the member that left"
+    assert training.next_step() == 18
+    assert training.ends_at(18)
+    assert training.finish()
+    assert training.sent == [messages.DoneMsg(18, early=True)]
+
+
+def test_member_behind_the_end_of_the_training_goes_on_until_there(training: RecordedSession) -> None:
+    training._on_message(messages.EndTrainingMsg(19, "the script of local/1 left its training loop"))
+    assert not training.broken
+    assert training.next_step() == 18
+    assert not training.ends_at(18)
+    assert training.begin_commit()
+    training.commit()
+    assert training.ends_at(training.next_step())
+
+
+def test_loop_that_an_exception_left_is_not_reported_as_done(training: RecordedSession) -> None:
+    checkpoints: list[int] = []
+    training.suspend_loop(lambda: checkpoints.append(1))
+    training.report_exception(ValueError("a bad sample"), "")
+    training._resolve_suspended()
+    assert [type(message) for message in training.sent] == [messages.ExceptionRaisedMsg]
+    assert checkpoints == []
+
+
+def test_exception_that_was_caught_outside_the_loop_ends_the_training(training: RecordedSession) -> None:
+    training.suspend_loop(lambda: None)
+    assert training.sent == []
+    training.try_claim("model.pt")
+    assert training.sent == [messages.DoneMsg(18, early=True), messages.ClaimMsg("model.pt")]
+
+
+def test_world_replaces_a_restore_that_was_asked_for_before(training: RecordedSession) -> None:
+    """Otherwise the main thread restored, forgot the world, and its peers waited for it."""
+    training._on_message(messages.RestoreMsg("no member holds the state"))
+    training._on_message(messages.EnterWorldMsg(world(5, 2), "local/1 holds it after all"))
+    assert not training._restore_requested
+    assert training.connected == [(5, None)]

@@ -22,7 +22,7 @@ from shoal.wire.protocol import Message
 from shoal.worker.parameter_server import rpc
 from shoal.worker.parameter_server.rpc import PullParameters, PushGradients, ServerCall, ServerReply, TicketRequest
 from shoal.worker.parameter_server.server import ParameterServer
-from shoal.worker.transport.handshake import CALL
+from shoal.worker.transport.handshake import CALL, COPY
 from shoal.worker.transport.peers import Peers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -35,6 +35,10 @@ class CountingStore:
 
     def __init__(self) -> None:
         self.sums = {1: np.zeros(1), 2: np.zeros(1)}
+
+    def check(self, part: int, how: bytes, body: memoryview) -> None:
+        if len(body):
+            raise rpc.MalformedFrame("a push has no body here")
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
         self.sums[part] = self.sums[part] + samples
@@ -335,3 +339,57 @@ def test_copy_made_during_a_checkpoint_does_not_keep_its_open_tickets(peers: lis
     assert b.server.ledger == a.server.ledger
     assert b.server.ledger is not None
     assert b.server.ledger.open_at_checkpoint is None
+
+
+PUSH = push(0)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" + bytes(16),
+        rpc._PREFIX.pack(rpc._MAGIC, 0xFFFFFFFF, 0),
+        rpc._PREFIX.pack(rpc._MAGIC, 6, 1 << 62),
+        rpc._PREFIX.pack(rpc._MAGIC, 6, 0) + b"\x81\xa4\xff\xff\xff\xff",
+        rpc._PREFIX.pack(rpc._MAGIC, 3000, 0) + b"\x91" * 3000,
+        msgspec.structs.replace(PUSH, part=1 << 60),
+        msgspec.structs.replace(PUSH, settled=9),
+        msgspec.structs.replace(PUSH, low=9),
+        TicketRequest(1, 2, None, float("inf"), True),
+        TicketRequest(1, 2, None, float("nan"), True),
+        rpc.InstallReplica(1, 1, 2, 1, b"\xc1", ()),
+        rpc.InstallReplica(1, 99, 2, 1, b"\xc1", ()),
+        rpc.ReplicateUpdate(1, 1, 2, 1, b"\xc1"),
+        rpc.ReplicateUpdate(1, 99, 2, 1, b"\xc1"),
+    ],
+    ids=lambda frame: type(frame).__name__,
+)
+@pytest.mark.parametrize("kind", [CALL, COPY])
+def test_bad_frame_of_a_member_ends_its_connection_and_not_the_server(peers: list[Peer], frame: Any, kind: str) -> None:
+    a, b, t, u = peers
+    replicate(a, b)
+    for server in (a, b):
+        sender = a if kind == COPY else t  # the primary itself, so that its backup believes it
+        with sender.peers.connect(kind, 77, server.seat, 10.0, threading.Event()) as sock:
+            sock.settimeout(30.0)
+            if isinstance(frame, bytes):
+                sock.sendall(frame)
+            else:
+                rpc.send(sock, frame, [b"x"])
+            try:
+                reply, _ = rpc.receive_reply(sock)
+            except OSError:
+                continue  # the connection was closed
+            assert reply.kind in ("moved", "refused", "wait", "granted")
+    assert u.call(a, push(0)).kind == "done"
+    assert (a.store.sums[1], b.store.sums[1]) == (8, 8)
+    assert not a.failed + b.failed
+
+
+def test_update_that_fails_halfway_ends_the_server(peers: list[Peer]) -> None:
+    a, _, t, _ = peers
+    a.server.adopt(placement(1, PartAssignment("a"), a))
+    a.store.apply = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ConnectionError):
+        t.call(a, push(0))
+    assert isinstance(a.failed.pop(), ZeroDivisionError)

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, Union
 
+from shoal.core import validation
+
 Policy = Literal["time", "staleness", "equal"]
 
 # Part of the old speed in the moving average, and how much one ticket may differ from it.
@@ -49,6 +51,9 @@ class Ticket:
     step: int
     start: int
     stop: int
+
+    def __post_init__(self) -> None:
+        validation.check_counts(self.step, self.start, self.stop)
 
     @property
     def samples(self) -> int:

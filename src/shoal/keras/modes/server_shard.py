@@ -25,6 +25,7 @@ from shoal.errors import StateMalformed, UnsupportedWithServers
 from shoal.keras.backends.base import Arrays, KerasBackend
 from shoal.keras.fit.variables import layer_state, weight_ids
 from shoal.keras.modes.shard_optimizer import copy_optimizer, moving_averages
+from shoal.wire.malformed import MALFORMED
 from shoal.worker.parameter_server.rpc import MalformedFrame, Raw
 from shoal.worker.transport.snapshot import Bytes
 
@@ -170,12 +171,29 @@ class KerasShardStore:
 
     # --- gradients
 
+    def check(self, part: int, how: bytes, body: memoryview) -> None:
+        """Raise MalformedFrame if these are not the header and the arrays of a push to this part."""
+        try:
+            header = msgspec.msgpack.decode(how, type=KerasPushHeader)
+        except MALFORMED as error:
+            raise MalformedFrame(f"malformed header of a push: {error}") from error
+        is_bounded = 0.0 <= header.weight < math.inf and 0 <= header.step < self._order.total_steps
+        if len(header.present) != len(self._shards[part].trained) or not is_bounded:
+            raise MalformedFrame("the header of a push does not fit this part")
+        _check_size(body, self._likes(part, header))
+
+    def _likes(self, part: int, header: KerasPushHeader) -> Arrays:
+        """Return arrays like the gradients that are present, then like the layer state of the part."""
+        trained = zip(self._shards[part].trained, header.present, strict=True)
+        variables = [variable for variable, is_present in trained if is_present]
+        return [self.layout.like(v) for v in (*variables, *self.layout.layer_state_of(part))]
+
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
         header = msgspec.msgpack.decode(how, type=KerasPushHeader)
         with self._lock:
             shard, state_variables = self._shards[part], self.layout.layer_state_of(part)
             indices = [index for index, is_present in enumerate(header.present) if is_present]
-            likes = [self.layout.like(v) for v in (*(shard.trained[index] for index in indices), *state_variables)]
+            likes = self._likes(part, header)
             arrays = split_arrays(body, likes)
             for index, gradient in zip(indices, arrays[: len(indices)], strict=True):
                 shard.add(index, gradient, header.weight)
@@ -285,11 +303,15 @@ def as_bytes(array: NDArray[Any]) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def split_arrays(body: memoryview, likes: Sequence[NDArray[Any]]) -> Arrays:
-    """Return contiguous bytes as arrays with the shapes and types of `likes`; raise MalformedFrame on another size."""
+def _check_size(body: memoryview, likes: Sequence[NDArray[Any]]) -> None:
     expected_bytes = sum(like.nbytes for like in likes)
     if len(body) != expected_bytes:
         raise MalformedFrame(f"gradient does not fit the model — expected {expected_bytes} bytes, got {len(body)}")
+
+
+def split_arrays(body: memoryview, likes: Sequence[NDArray[Any]]) -> Arrays:
+    """Return contiguous bytes as arrays with the shapes and types of `likes`; raise MalformedFrame on another size."""
+    _check_size(body, likes)
     arrays, start = [], 0
     for like in likes:
         arrays.append(_array(body[start : start + like.nbytes], like))

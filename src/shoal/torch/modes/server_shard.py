@@ -11,6 +11,7 @@ shard: `_load_settings` installs them before a shard steps, and `_save_settings`
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from shoal.core import placement
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import UnsupportedWithServers
 from shoal.torch.state import capture as state
+from shoal.wire.malformed import MALFORMED
 from shoal.worker.parameter_server.rpc import MalformedFrame, Raw
 from shoal.worker.transport.snapshot import Bytes
 
@@ -104,6 +106,18 @@ class TorchShardStore:
         return shard
 
     # --- gradients
+
+    def check(self, part: int, how: bytes, body: memoryview) -> None:
+        """Raise MalformedFrame if these are not the header and the tensors of a push to this part."""
+        try:
+            header = msgspec.msgpack.decode(how, type=TorchPushHeader)
+        except MALFORMED as error:
+            raise MalformedFrame(f"malformed header of a push: {error}") from error
+        parameters = self.layout.parts[part]
+        if len(header.present) != len(parameters) or not 0.0 <= header.weight < math.inf:
+            raise MalformedFrame("the header of a push does not fit this part")
+        with_gradient = [p for p, present in zip(parameters, header.present, strict=True) if present]
+        _check_size(body, [*with_gradient, *self.layout.buffers_of(part)])
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
         """Add the gradient of a ticket to the shard; step if it completes a global batch."""
@@ -272,11 +286,15 @@ def load_part(layout: TorchShardLayout, part: int, body: memoryview) -> None:
             tensor.copy_(value)
 
 
-def _decode_tensors(body: memoryview, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the shapes in `like` from bytes without gaps; raise MalformedFrame if the sizes differ."""
+def _check_size(body: memoryview, like: Sequence[torch.Tensor]) -> None:
     expected = sum(tensor.nbytes for tensor in like)
     if len(body) != expected:
         raise MalformedFrame(f"the tensors of a part have {expected} bytes, but {len(body)} arrived")
+
+
+def _decode_tensors(body: memoryview, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the shapes in `like` from bytes without gaps; raise MalformedFrame if the sizes differ."""
+    _check_size(body, like)
     tensors, start = [], 0
     for tensor in like:
         data = body[start : start + tensor.nbytes]

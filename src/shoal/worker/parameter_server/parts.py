@@ -11,17 +11,20 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
 from shoal.core.parameter_server import ticket_ledger
 from shoal.core.parameter_server.ticket_ledger import BatchSizes, Outcome, Ticket, TicketLedger
-from shoal.worker.parameter_server.rpc import PushGradients, Raw
+from shoal.wire.malformed import MALFORMED
+from shoal.worker.parameter_server.rpc import MalformedFrame, PushGradients, Raw
 from shoal.worker.transport.snapshot import Bytes
 
 if TYPE_CHECKING:
     from shoal.worker.parameter_server.replication import ReplicaSender
+
+T = TypeVar("T")
 
 
 class ShardStore(Protocol):
@@ -29,6 +32,9 @@ class ShardStore(Protocol):
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
         """Apply the gradient of a ticket; `how` is the framework's description of the bytes in `body`."""
+
+    def check(self, part: int, how: bytes, body: memoryview) -> None:
+        """Raise MalformedFrame if these are not the description and the bytes of a gradient of this part."""
 
     def version(self, part: int) -> int:
         """Return how often the parameters of a part have changed."""
@@ -62,6 +68,10 @@ class ReplicatedPart(ABC):
         self.replicas: dict[str, ReplicaSender] = {}
 
     @abstractmethod
+    def check(self, update: bytes, body: memoryview) -> None:
+        """Raise MalformedFrame if this is not an update of the part; nothing is believed before."""
+
+    @abstractmethod
     def apply(self, update: bytes, body: memoryview) -> None:
         """Apply one update and increment the version."""
 
@@ -72,6 +82,13 @@ class ReplicatedPart(ABC):
     @abstractmethod
     def install(self, meta: bytes, buffers: Sequence[Raw]) -> None:
         """Replace the whole part by what `capture` returned elsewhere."""
+
+
+def _decode(update: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(update, type=kind)
+    except MALFORMED as error:
+        raise MalformedFrame(f"malformed update: {error}") from error
 
 
 class _AppliedTickets(msgspec.Struct):
@@ -106,6 +123,12 @@ class ParameterShard(ReplicatedPart):
     def has(self, ticket: Ticket) -> bool:
         """Return whether this ticket has been applied already."""
         return ticket.step < self.settled or ticket.key in self.applied
+
+    def check(self, update: bytes, body: memoryview) -> None:
+        push = _decode(update, PushGradients)
+        if not (push.ticket.samples > 0 and push.settled <= push.ticket.step and push.low <= push.clock):
+            raise MalformedFrame(f"impossible push of {push.ticket}")
+        self._store.check(self.number, push.layout, body)
 
     def apply(self, update: bytes, body: memoryview) -> None:
         push = msgspec.msgpack.decode(update, type=PushGradients)
@@ -169,6 +192,9 @@ class LedgerPart(ReplicatedPart):
         return ticket_ledger.advance(
             joined, self._sizes, update.member, update.session, update.done, update.seconds, update.wants
         )
+
+    def check(self, update: bytes, body: memoryview) -> None:  # noqa: ARG002
+        _decode(update, LedgerUpdate)
 
     def apply(self, update: bytes, body: memoryview) -> None:  # noqa: ARG002
         self.ledger, _ = self.outcome(msgspec.msgpack.decode(update, type=LedgerUpdate))

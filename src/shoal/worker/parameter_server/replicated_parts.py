@@ -220,7 +220,7 @@ class ReplicatedParts:
         if not self._wait_for_backup(part):
             return False
         sent = [(replica, replica.put(update, part.version + 1, body)) for replica in list(part.replicas.values())]
-        part.apply(update, body)
+        self._apply(part, update, body)
         for replica, pending in sent:
             if not self._wait_for_acknowledgement(part, replica, pending):
                 # The update was promised to no trainer, but this copy contains it and has diverged: discard the copy.
@@ -230,6 +230,14 @@ class ReplicatedParts:
                         self._discard([part.number])
                 return False
         return True
+
+    def _apply(self, part: ReplicatedPart, update: bytes, body: memoryview) -> None:
+        """Apply an update that was checked; if that fails, the part is half changed and this server has to end."""
+        try:
+            part.apply(update, body)
+        except Exception as error:
+            self._session.fail(error)
+            raise
 
     def _wait_for_backup(self, part: ReplicatedPart) -> bool:
         """Block until the backup, if there is one, is connected; return False if this server is not the primary."""

@@ -6,26 +6,29 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from shoal.core.parameter_server.ticket_ledger import Ticket, TicketGranted
+from shoal.wire.limits import MAX_FILES, Bytes, Count, Integer, Seconds
 from shoal.wire.malformed import MALFORMED
 
 HEADER_LIMIT_BYTES = 64 << 20
 _PREFIX = struct.Struct("!4sIQ")
 _MAGIC = b"shfr"
 
+Sizes = Annotated[tuple[Bytes, ...], Meta(max_length=MAX_FILES)]
 Raw = Union[bytes, bytearray, memoryview, NDArray[np.uint8]]
 
 
 class ServerCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Base of all calls; `generation` is that of the state which the caller means."""
 
-    generation: int
+    generation: Count
 
 
 class TicketRequest(ServerCall, frozen=True):
@@ -34,52 +37,52 @@ class TicketRequest(ServerCall, frozen=True):
     `number` is that of the newest placement which the trainer knows.
     """
 
-    number: int
+    number: Count
     done: Ticket | None
-    seconds: float
+    seconds: Seconds
     wants: bool
 
 
 class PushGradients(ServerCall, frozen=True):
     """Gradient of a ticket for one part; `layout` is the framework's description of the bytes that follow."""
 
-    part: int
+    part: Count
     ticket: Ticket
-    clock: int
-    low: int
-    settled: int
+    clock: Count
+    low: Count
+    settled: Count
     layout: bytes
 
 
 class PullParameters(ServerCall, frozen=True):
     """Asks for the parameters of a part, unless their version is still `version`."""
 
-    part: int
-    version: int
+    part: Count
+    version: Integer
 
 
 class FetchPart(ServerCall, frozen=True):
     """Asks for a copy of a part, for a checkpoint."""
 
-    part: int
+    part: Count
 
 
 class InstallReplica(ServerCall, frozen=True):
     """Copy of a part from its primary; updates follow."""
 
-    part: int
-    number: int
-    version: int
+    part: Count
+    number: Count
+    version: Count
     meta: bytes
-    sizes: tuple[int, ...]
+    sizes: Sizes
 
 
 class ReplicateUpdate(ServerCall, frozen=True):
     """Update of a part that its primary makes; `update` is the argument of `ReplicatedPart.apply`."""
 
-    part: int
-    number: int
-    version: int
+    part: Count
+    number: Count
+    version: Count
     update: bytes
 
 

@@ -2,6 +2,10 @@
 
 Every connection has a thread of its own. Connections of trainers carry their requests; connections of primaries carry
 the copies and updates of the parts that this server replicates for them.
+
+A frame is checked before anything changes, here or on a backup. One that is malformed or raises costs its connection,
+never the server. Only an update that was checked and then fails halfway ends the server: its part can no longer be
+trusted, and the backup takes over.
 """
 
 from __future__ import annotations
@@ -155,9 +159,9 @@ class ParameterServer(ReplicatedParts):
                 reply, buffers = self._answer(hello, call, body)
                 rpc.send(sock, reply, buffers)
         except OSError as error:
-            log.debug("trainer %s disconnected: %s", member, error)
-        except Exception as error:  # noqa: BLE001 - the outer loop of this thread: the main thread raises it
-            self._session.fail(error)
+            log.log(_level(error), "trainer %s disconnected: %s", member, error)
+        except Exception:
+            log.exception("a call of trainer %s failed; closed its connection", member)
         finally:
             disown(sock)
             with self._changed:
@@ -237,7 +241,9 @@ class ParameterServer(ReplicatedParts):
                 return ServerReply("done", version=part.version)
             if self._initial_ledger.bound is not None and call.clock < part.floor:
                 return ServerReply("stale", f"clock {call.clock} is behind {part.floor}, which all others have reached")
-            if not self._commit(part, msgspec.msgpack.encode(call), body):
+            update = msgspec.msgpack.encode(call)
+            part.check(update, body)
+            if not self._commit(part, update, body):
                 return MOVED
             return ServerReply("done", version=part.version)
 
@@ -278,9 +284,9 @@ class ParameterServer(ReplicatedParts):
                     reply = ServerReply("refused", "not a call of a primary")
                 rpc.send(sock, reply)
         except OSError as error:
-            log.debug("primary %s disconnected: %s", hello.member, error)
-        except Exception as error:  # noqa: BLE001 - the outer loop of this thread: the main thread raises it
-            self._session.fail(error)
+            log.log(_level(error), "primary %s disconnected: %s", hello.member, error)
+        except Exception:
+            log.exception("a call of primary %s failed; closed its connection", hello.member)
         finally:
             disown(sock)
 
@@ -292,6 +298,8 @@ class ParameterServer(ReplicatedParts):
                 if self._closed or time.monotonic() > deadline:
                     return False
                 self._changed.wait(0.1)
+            if part >= len(self._placement.assignments):
+                return False
             assignment = self._placement.assignments[part]
             holds_copy = self._session.me in (assignment.backup, assignment.learner)
             return self._placement.generation == generation and assignment.primary == primary and holds_copy
@@ -304,7 +312,14 @@ class ParameterServer(ReplicatedParts):
             part = LedgerPart(call.part, call.generation, self._initial_ledger, self._sizes)
         else:
             part = ParameterShard(call.part, call.generation, self._store)
-        part.install(call.meta, rpc.split_body(body, call.sizes))
+        buffers = rpc.split_body(body, call.sizes)
+        try:
+            part.install(call.meta, buffers)
+        except Exception:
+            with self._changed:  # the memory of an earlier copy may be half overwritten
+                if call.part in self._parts:
+                    self._discard([call.part])
+            raise
         part.version = call.version
         with self._changed:
             if (old := self._parts.get(call.part)) is not None:
@@ -321,5 +336,11 @@ class ParameterServer(ReplicatedParts):
         with part.memory:
             if call.version != part.version + 1:
                 return ServerReply("refused", f"update {call.version} does not follow version {part.version}")
-            part.apply(call.update, body)
+            part.check(call.update, body)
+            self._apply(part, call.update, body)
         return ServerReply("done")
+
+
+def _level(error: OSError) -> int:
+    """Return the log level of a connection's end: one that closed is normal, one that sent garbage is not."""
+    return logging.WARNING if isinstance(error, rpc.MalformedFrame) else logging.DEBUG

@@ -11,7 +11,7 @@ import numpy as np
 from shoal.core.data.sample_order import SampleOrder
 from shoal.core.parameter_server.ticket_ledger import Ticket, TicketGranted, TicketLedger
 from shoal.worker.parameter_server.parts import LedgerPart, LedgerUpdate, ParameterShard, shard_header
-from shoal.worker.parameter_server.rpc import PushGradients
+from shoal.worker.parameter_server.rpc import MalformedFrame, PushGradients
 
 
 class SumStore:
@@ -19,6 +19,10 @@ class SumStore:
 
     def __init__(self) -> None:
         self.value, self.changes = np.zeros(1), 0
+
+    def check(self, part: int, how: bytes, body: memoryview) -> None:
+        if len(body) != 8:
+            raise MalformedFrame("expected one number")
 
     def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
         self.value, self.changes = self.value + np.frombuffer(body, np.float64), self.changes + 1

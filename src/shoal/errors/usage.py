@@ -48,6 +48,17 @@ class BadSync(UsageError):
     exit_code = exit_codes.BAD_SETTING
 
 
+class UnusableExchange(UsageError):
+    """The setting ``exchange`` names a backend that this member cannot use.
+
+    ``nccl`` needs a GPU, a build of PyTorch with NCCL and a model on the GPU; ``gloo`` needs PyTorch's own Gloo. Keras
+    members have the ring only. Leave ``exchange`` at ``auto``: it takes the ring on CPUs and NCCL on GPUs.
+    """
+
+    code = "S104"
+    exit_code = exit_codes.BAD_SETTING
+
+
 class BadConfigFile(UsageError):
     """``shoal.toml``, or ``[tool.shoal]`` in ``pyproject.toml``, cannot be read or has an unknown table.
 

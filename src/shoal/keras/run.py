@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from shoal.core import sync_mode
-from shoal.errors import NotAttached, SecondTrainingLoop
+from shoal.errors import NotAttached, SecondTrainingLoop, UnusableExchange
 from shoal.keras.backends.base import KerasBackend, make_backend
 from shoal.keras.backends.optimizer_guard import OptimizerGuard
 from shoal.keras.data.batches import Batches, set_loop
@@ -37,6 +37,9 @@ class Run(BaseRun):
     """The run of this process; a run of one, if the process was not started by `shoal run`."""
 
     def __init__(self, session: Session | ServedSession | StandaloneSession, name: str, directory: str) -> None:
+        if isinstance(session, Session) and session.settings.exchange in ("gloo", "nccl"):
+            why = "members with Keras sum their gradients over Shoal's own ring"
+            raise UnusableExchange(f"no exchange={session.settings.exchange} with Keras", why=why, do="remove it")
         super().__init__(
             session,
             name,

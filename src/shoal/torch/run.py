@@ -20,7 +20,7 @@ from shoal.errors import NotAttached, SecondTrainingLoop, UnusableBackward, Unus
 from shoal.torch.data.fetch import lane_reader
 from shoal.torch.feeds import Feeds
 from shoal.torch.gradients.guards import guard_optimizer, guard_scaler, guard_scheduler
-from shoal.torch.gradients.model_checks import refuse_distributed, refuse_meta
+from shoal.torch.gradients.model_checks import refuse_distributed, refuse_exchange, refuse_meta
 from shoal.torch.gradients.oom_retry import guard_model
 from shoal.torch.gradients.sync_batchnorm import synchronise
 from shoal.torch.gradients.tree_buckets import fix_numerics
@@ -50,6 +50,8 @@ class Run(BaseRun):
     """This process's membership in a run; standalone if it was not started by `shoal run`."""
 
     def __init__(self, session: Session | ServedSession | StandaloneSession, name: str, directory: str) -> None:
+        if isinstance(session, Session):
+            refuse_exchange(session.settings.exchange)
         super().__init__(
             session,
             name,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.process.faults.checked_run import SCRIPT, CheckedRun, checked_run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -64,6 +65,14 @@ def test_dataset_smaller_than_the_batch_is_reported(tmp_path: Path) -> None:
     with checked_run(tmp_path, "2:2", ("restarts.user=0",), samples=40, batch=64) as run:
         run.finish(exit_code=1)
         check_error(run.output, "S303", "40 samples", "batch|size")
+        assert not run.commits()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_nccl_without_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:2", ("exchange=nccl",)) as run:
+        run.finish(exit_code=1)
+        check_error(run.output, "S104", "no GPU|no NCCL", "exchange=ring")
         assert not run.commits()
 
 

@@ -1,4 +1,4 @@
-"""Refusal of models that a run cannot train: without memory, or distributed by torch itself."""
+"""Refusal of models that a run cannot train (without memory, or distributed by torch itself), and of exchanges."""
 
 from __future__ import annotations
 
@@ -8,8 +8,25 @@ from typing import Any
 
 import torch
 
-from shoal.errors import UnusableModel
+from shoal.errors import UnusableExchange, UnusableModel
 from shoal.torch.gradients.unattached import user_line
+
+
+def refuse_exchange(backend: str) -> None:
+    """Raise UnusableExchange if this process has no such backend; it would form one world after another in vain."""
+    available = torch.distributed.is_available()
+    if backend == "nccl":
+        if not available or not torch.distributed.is_nccl_available():
+            missing = "this build of PyTorch has no NCCL"
+        elif not torch.cuda.is_available():
+            missing = "PyTorch sees no GPU on this machine"
+        else:
+            return
+    elif backend == "gloo" and not (available and torch.distributed.is_gloo_available()):
+        missing = "this build of PyTorch has no Gloo"
+    else:
+        return
+    raise UnusableExchange(f"exchange={backend} cannot work here", why=missing, do="remove it, or use exchange=ring")
 
 
 def refuse_meta(model: torch.nn.Module) -> None:

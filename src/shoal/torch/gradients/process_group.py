@@ -36,11 +36,13 @@ from shoal.core.world import World
 from shoal.worker.collectives.connect_ring import connect_ring
 from shoal.worker.collectives.exchange import Adder, OnBreak, TreePartials
 from shoal.worker.collectives.ring import Ring, RingWork
+from shoal.worker.transport.connect import POLL_S, ConnectDeadline
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 from shoal.worker.transport.peers import Peers
 from shoal.worker.transport.sockets import shut
 
 _STORE_POLL_S = 0.002
+LATE = "some member did not join the rendezvous of the process group"
 _device_lock = threading.Lock()
 
 
@@ -56,10 +58,12 @@ def connect(
     notifier = _BreakNotifier(on_break)
     ring = connect_ring(peers, world, timeout_s, cancelled, notifier)
     try:
-        exchange = ProcessGroupExchange(ring, peers.local_host, timeout_s, backend)
+        exchange = ProcessGroupExchange(ring, peers.local_host, timeout_s, backend, cancelled)
     except (RuntimeError, ExchangeBroken) as error:
+        broken = ring.broken
         ring.close()
-        raise ExchangeBroken(f"could not build the {backend} group: {error}") from error
+        suspects = broken.suspects if broken is not None else ()
+        raise ExchangeBroken(f"could not build the {backend} group: {error}", suspects) from error
     notifier.set_exchange(exchange)
     return exchange
 
@@ -112,7 +116,9 @@ class ProcessGroupWork:
 class ProcessGroupExchange:
     """Exchange that sums in a process group; everything else goes over a ring, which it owns."""
 
-    def __init__(self, ring: Ring, host: str, timeout_s: float, backend: str = "gloo") -> None:
+    def __init__(
+        self, ring: Ring, host: str, timeout_s: float, backend: str = "gloo", cancelled: threading.Event | None = None
+    ) -> None:
         self.rank, self.size = ring.rank, ring.size
         self.takes_tensors = backend == "nccl"
         self._ring = ring
@@ -123,7 +129,7 @@ class ProcessGroupExchange:
         self._lock = threading.Lock()
         if self.size > 1:
             store = _RingStore()
-            with store.shared_over(ring):
+            with store.shared_over(ring, ConnectDeadline(timeout_s, cancelled or threading.Event())):
                 self._group = self._build(store, host, timeout_s)
                 self._group.allreduce([torch.zeros(1, device="cuda" if backend == "nccl" else "cpu")]).wait()
 
@@ -245,9 +251,9 @@ class _RingStore(Store):
         self._failure: ExchangeBroken | None = None
 
     @contextmanager
-    def shared_over(self, ring: Ring) -> Iterator[None]:
-        """Share entries with all members inside the block; leave it when all members have."""
-        thread = threading.Thread(target=self._share, args=(ring,), name="shoal-rendezvous", daemon=True)
+    def shared_over(self, ring: Ring, deadline: ConnectDeadline) -> Iterator[None]:
+        """Share entries with all members inside the block; leave it when all members have, or at the deadline."""
+        thread = threading.Thread(target=self._share, args=(ring, deadline), name="shoal-rendezvous", daemon=True)
         thread.start()
         try:
             yield
@@ -260,7 +266,7 @@ class _RingStore(Store):
                 self._changed.notify_all()
             thread.join()
 
-    def _share(self, ring: Ring) -> None:
+    def _share(self, ring: Ring, deadline: ConnectDeadline) -> None:
         try:
             while True:
                 with self._changed:
@@ -268,9 +274,9 @@ class _RingStore(Store):
                         self._changed.wait(_STORE_POLL_S)
                     finished, entries = self._finished, msgspec.msgpack.encode(self._unsent)
                     self._unsent = {}
-                rows = ring.gather(np.array([float(finished), float(len(entries))])).result()
+                rows = _gathered(ring, np.array([float(finished), float(len(entries))]), deadline)
                 width = (int(rows[:, 1].max()) + 7) // 8
-                packed = ring.gather(np.frombuffer(entries.ljust(8 * width, b"\0"), np.float64)).result()
+                packed = _gathered(ring, np.frombuffer(entries.ljust(8 * width, b"\0"), np.float64), deadline)
                 with self._changed:
                     for (_, length), row in zip(rows, packed, strict=True):
                         self._entries |= msgspec.msgpack.decode(row.tobytes()[: int(length)], type=dict[str, bytes])
@@ -278,6 +284,7 @@ class _RingStore(Store):
                 if rows[:, 0].all():
                     return
         except ExchangeBroken as broken:
+            ring.abort(broken.cause)
             with self._changed:
                 self._failure = broken
                 self._changed.notify_all()
@@ -301,7 +308,7 @@ class _RingStore(Store):
             if self._failure is not None:
                 raise RuntimeError(self._failure.cause)
             if not complete:
-                raise RuntimeError(f"no {keys} within {limit_s:g} s")
+                raise RuntimeError(f"{LATE} within {limit_s:g} s (no {keys})")
 
     def check(self, keys: list[str]) -> bool:
         with self._changed:
@@ -319,6 +326,14 @@ class _RingStore(Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         del timeout
+
+
+def _gathered(ring: Ring, record: NDArray[np.float64], deadline: ConnectDeadline) -> NDArray[np.float64]:
+    """Return the records of all ranks; raise ExchangeBroken if some rank does not take part in time."""
+    work = ring.gather(record)
+    while not work.done(POLL_S):
+        deadline.check((), LATE)
+    return work.result()
 
 
 def _is_internet(sock: socket.socket) -> bool:

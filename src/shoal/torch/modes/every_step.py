@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import UnusableBackward
+from shoal.errors import UnusableBackward, UnusableExchange
 from shoal.torch.data.fetch import TorchRngState
 from shoal.torch.gradients.buckets import Buckets, StepAborted
 from shoal.torch.gradients.gradient_norms import TorchGradientNorms
@@ -127,6 +127,11 @@ class TorchTrainer(Loop):
         session, setting = self._session, self._session.settings.exchange
         on_gpu = any(p.is_cuda for p in self.model.parameters())
         backend = ("nccl" if on_gpu else "ring") if setting == "auto" else setting
+        if setting == "nccl" and not on_gpu and isinstance(session, Session):
+            raise UnusableExchange(
+                "exchange=nccl cannot sum a model on the CPU",
+                do='move the model to the GPU before run.attach, as with model.to("cuda"), or use exchange=auto',
+            )
         if backend != "ring" and isinstance(session, Session):
             from shoal.torch.gradients import process_group
 

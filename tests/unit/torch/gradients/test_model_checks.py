@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from shoal.errors import UnusableModel
-from shoal.torch.gradients.model_checks import refuse_distributed
+from shoal.errors import UnusableExchange, UnusableModel
+from shoal.torch.gradients.model_checks import refuse_distributed, refuse_exchange
 from shoal.torch.run import Run
 from shoal.worker.session.standalone import StandaloneSession
 
@@ -83,3 +83,13 @@ def test_dtensor_parameters_are_refused() -> None:
 
 def test_plain_model_is_accepted_beside_a_process_group() -> None:
     refuse_distributed(torch.nn.Linear(2, 1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_nccl_without_a_gpu_is_refused_with_a_code() -> None:
+    with pytest.raises(UnusableExchange, match="exchange=nccl cannot work here") as refused:
+        refuse_exchange("nccl")
+    assert refused.value.code == "S104"
+    assert "no GPU" in refused.value.why or "no NCCL" in refused.value.why
+    for backend in ("auto", "ring", "gloo"):
+        refuse_exchange(backend)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from shoal.testing.threaded_world import FixedWorldSession, together
+from shoal.testing.wait import until
 from shoal.torch.gradients.process_group import ProcessGroupExchange, _RingStore
 from shoal.worker.collectives.ring import Ring
+from shoal.worker.transport.connect import ConnectDeadline
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 HANG_S = 60.0
@@ -76,7 +78,7 @@ def test_sum_fails_at_once_when_a_member_aborts() -> None:
 def test_entries_of_the_store_reach_every_member() -> None:
     def body(session: FixedWorldSession) -> list[bytes]:
         store = _RingStore()
-        with store.shared_over(ring_of(session)):
+        with store.shared_over(ring_of(session), ConnectDeadline(HANG_S, threading.Event())):
             store.set(f"key{session.rank}", f"value {session.rank}")
             values = store.multi_get(["key0", "key1"])
         assert store.check(["key0", "key1"])
@@ -84,3 +86,21 @@ def test_entries_of_the_store_reach_every_member() -> None:
         return values
 
     assert together(2, body) == [[b"value 0", b"value 1"]] * 2
+
+
+def test_rendezvous_that_a_member_does_not_join_ends_at_the_deadline() -> None:
+    causes: list[str] = []
+
+    def body(session: FixedWorldSession) -> None:
+        ring = ring_of(session)
+        if session.rank == 1:
+            until(lambda: ring.broken is not None, "the other member to give up")
+        else:
+            with pytest.raises((ExchangeBroken, RuntimeError)) as broken:
+                ProcessGroupExchange(ring, "127.0.0.1", 0.1)
+            causes.append(str(broken.value))
+        raise LookupError("as expected")  # leave without the barrier of `together`
+
+    with pytest.raises((LookupError, ExchangeBroken)):
+        together(2, body)
+    assert "did not join the rendezvous" in causes[0]

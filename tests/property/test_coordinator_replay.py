@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shoal.coordinator.storage import state_snapshot
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
 from shoal.core.fleet.draft import FleetDraft
@@ -32,6 +33,7 @@ class Fleet(RuleBasedStateMachine):
         super().__init__()
         self.state = CoordinatorState()
         self.entries: list[journal.JournalEntry] = []
+        self.snapshot = (0, b"")
         self.now = 1000.0
         self.slots: dict[str, int | None] = {"a": None, "b": 2}
         self.linked: set[str] = set()
@@ -114,10 +116,15 @@ class Fleet(RuleBasedStateMachine):
         self.on(run, run_events.RunResumed(1, 2))
 
     @rule()
+    def journal_is_truncated(self) -> None:
+        self.snapshot = len(self.entries), state_snapshot.encode(state_snapshot.StoredState(self.state))
+
+    @rule()
     def coordinator_restarts(self) -> None:
-        """Kill the coordinator and let it read its journal."""
-        replayed = CoordinatorState()
-        for entry in self.entries:
+        """Kill the coordinator and let it read its snapshot and its journal."""
+        seq, body = self.snapshot
+        replayed = state_snapshot.decode(body).state
+        for entry in self.entries[seq:]:
             apply(replayed, entry.run, journal.decode_event(entry, run_events.KINDS), entry.at)
         assert replayed == self.state
         self.state = replayed

@@ -26,10 +26,14 @@ with the open connections. Losing it costs nothing, because every lease restarts
 the coordinator itself could hear: if this process did not run for a while, or received nothing at all, leases are
 extended.
 
-**Views** (SQLite rows, TensorBoard files) are derived from the journal and may be deleted. They are written by another
-thread, a fifth of a second later, so no member waits for them.
+**Views** (SQLite rows, TensorBoard files) show the journal and the measurements; no decision depends on them. They are
+written by another thread, a fifth of a second later, so no member waits for them.
 
-**Restart.** The new process takes the port of its predecessor, replays the journal, records `CoordinatorStarted` and,
+**Compaction.** Once the journal is long, the state is stored as a snapshot and the events before it are dropped. Their
+story stays in the views.
+
+**Restart.** The new process takes the port of its predecessor, takes over the snapshot, replays the journal since,
+records `CoordinatorStarted` and,
 for each active run, `CoordinatorRestarted`: all connections are gone, and all leases restart. Members trained on
 meanwhile; they reconnect and report, and the worlds they are in are kept.
 

@@ -19,6 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from shoal import exit_codes
+from shoal.coordinator.compaction import Compactor
 from shoal.coordinator.http.auth import AuthMiddleware, is_loopback
 from shoal.coordinator.http.routes import ApiRoutes
 from shoal.coordinator.http.tokens import TokenStore
@@ -110,7 +111,9 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None, na
     provisioner = open_pools(service, directory)
     if provisioner is not None:
         timers.every_tick(provisioner.tick)
-    tasks = [asyncio.create_task(timers.run()), asyncio.create_task(service.views.write_forever())]
+    compactor = Compactor(journal, service.views, service.encode_state)
+    forever = (timers.run(), service.views.write_forever(), compactor.run())
+    tasks = [asyncio.create_task(task) for task in forever]
     for task in tasks:
         task.add_done_callback(server.task_ended)
     _tune_garbage_collection()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-from shoal.coordinator.connections import AgentConnection, accept_version
+from shoal.coordinator.connections import AgentConnection, accept_version, reject_unstorable
 from shoal.coordinator.service import CoordinatorService
 from shoal.core import addresses
 from shoal.core.fleet import events as fe
@@ -62,7 +63,7 @@ class AgentHandler:
         self._service.live.received(connection)
         match message:
             case am.AgentHelloMsg():
-                self._service.attempt(partial(self._on_hello, connection, message))
+                self._attempt(connection, partial(self._on_hello, connection, message))
             case _ if not connection.agent:
                 connection.reject(BadMessage.code, "the first message was not a hello")
             case am.AgentHeartbeatMsg():
@@ -74,7 +75,10 @@ class AgentHandler:
             case am.LogLinesMsg():
                 self._on_log_lines(message)
             case _:
-                self._service.attempt(partial(self._on_event, connection, message))
+                self._attempt(connection, partial(self._on_event, connection, message))
+
+    def _attempt(self, connection: AgentConnection, action: Callable[[], None]) -> None:
+        self._service.attempt(partial(reject_unstorable, connection, action))
 
     def on_close(self, connection: AgentConnection) -> None:
         self._service.live.closed(connection)

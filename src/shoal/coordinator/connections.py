@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import shoal
-from shoal.errors import VersionMismatch
+from shoal.errors import BadMessage, EventUnstorable, VersionMismatch
 from shoal.wire.codec import MessageCodec
 from shoal.wire.protocol import PROTOCOL, Message, RejectedMsg
 
@@ -73,6 +73,14 @@ class AgentConnection(Connection):
     pid: int = 0
     load: float = 0.0
     memory_free_bytes: int = 0
+
+
+def reject_unstorable(connection: Connection, action: Callable[[], object]) -> None:
+    """Handle a message; reject the peer if it holds a value that the journal cannot hold."""
+    try:
+        action()
+    except EventUnstorable as error:
+        connection.reject(BadMessage.code, error.what, error.why)
 
 
 def accept_version(connection: Connection, protocol: int, version: str) -> bool:

@@ -15,6 +15,7 @@ from shoal.core.membership.leases import CoordinatorReachability
 from shoal.core.membership.state import TRAINER
 from shoal.core.runs.events import ProgressMeasured
 from shoal.core.runs.state import RunState
+from shoal.wire.api import RunView
 from shoal.wire.member_messages import HeartbeatMsg
 
 
@@ -31,9 +32,15 @@ class MonotonicWallClock:
 
 
 class LiveRun:
-    """Connections of a run's members, their leases and latest heartbeats, and the last measured progress."""
+    """Connections of a run's members, their leases and latest heartbeats, and the last measured progress.
 
-    __slots__ = ("connections", "heartbeats", "leases", "measured_at", "progress", "reachability")
+    `unrecorded_step` is a measured step that is not in the journal yet, 0 for none.
+    """
+
+    __slots__ = (
+        *("connections", "heartbeats", "leases", "measured_at", "progress", "reachability"),
+        *("step_recorded_at", "unrecorded_step"),
+    )
 
     def __init__(self) -> None:
         self.connections: dict[str, MemberConnection] = {}
@@ -42,6 +49,8 @@ class LiveRun:
         self.reachability: CoordinatorReachability | None = None
         self.progress: ProgressMeasured | None = None
         self.measured_at = 0.0
+        self.unrecorded_step = 0
+        self.step_recorded_at = 0.0
 
 
 class LiveState:
@@ -92,7 +101,9 @@ def measure_progress(run: RunState, live: LiveRun) -> ProgressMeasured | None:
         total_steps=latest.total_steps,
         loss=max(with_loss, key=lambda heartbeat: heartbeat.step or 0, default=latest).loss,
         # Members of a world report the rate of the whole world, which they know from the step reports.
-        samples_per_s=(sum if served else max)(heartbeat.samples_per_s for heartbeat in heartbeats),
+        samples_per_s=(sum if served else max)(
+            heartbeat.samples_per_s if math.isfinite(heartbeat.samples_per_s) else 0.0 for heartbeat in heartbeats
+        ),
         metrics=next((metrics for heartbeat in heartbeats if (metrics := _finite(heartbeat.metrics))), {}),
         batch=latest.batch,
         noise=latest.noise,
@@ -100,8 +111,17 @@ def measure_progress(run: RunState, live: LiveRun) -> ProgressMeasured | None:
     )
 
 
+def progress_shown(view: RunView) -> ProgressMeasured:
+    """Return the measurement that a view of a run shows."""
+    idle = (view.idle_before, view.idle_now) if view.idle_now is not None else None
+    return ProgressMeasured(
+        *(view.step, view.epoch, view.total_steps, view.loss, view.samples_per_s, view.metrics),
+        *(view.batch, view.noise, idle),
+    )
+
+
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the finite metrics; JSON, and so the journal, has no others."""
+    """Return the finite metrics; JSON has no others."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

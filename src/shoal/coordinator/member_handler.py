@@ -2,18 +2,20 @@
 
 The first message of a connection is a hello. It is checked, journaled and answered with a welcome, in this order, so a
 member that was welcomed is known even if the coordinator crashes at once. Heartbeats renew the lease and are kept as
-live state; once a second the progress that they report is journaled. A member whose lease has expired may still be
-running: it is told that it was evicted, and has to say hello again.
+live state; once a second the progress that they report is shown in the views. A member whose lease has expired may
+still be running: it is told that it was evicted, and has to say hello again. A message that the journal cannot hold
+closes its connection with the reason, rather than leave the member waiting for an answer.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from shoal.coordinator import dispatch
-from shoal.coordinator.connections import MemberConnection, accept_version
+from shoal.coordinator.connections import MemberConnection, accept_version, reject_unstorable
 from shoal.coordinator.live_state import LiveRun, has_progressed, measure_progress
 from shoal.coordinator.service import CoordinatorService
 from shoal.core.fleet import decide as fl
@@ -27,6 +29,7 @@ from shoal.errors import BadMessage, NameTaken, UnknownRunForMember
 from shoal.wire import member_messages as ms
 
 MEASURE_EVERY_S = 1.0
+RECORD_STEP_S = 60.0
 MAX_NAME = 200
 MAX_TRACEBACK = 20_000
 
@@ -40,13 +43,16 @@ class MemberHandler:
     def on_message(self, connection: MemberConnection, message: ms.FromMember) -> None:
         self._service.live.received(connection)
         if isinstance(message, ms.MemberHelloMsg):
-            self._service.attempt(partial(self._on_hello, connection, message))
+            self._attempt(connection, partial(self._on_hello, connection, message))
         elif not connection.member:
             connection.reject(BadMessage.code, "the first message was not a hello")
         elif isinstance(message, ms.HeartbeatMsg):
             self._on_heartbeat(connection, message)
         else:
-            self._service.attempt(partial(self._on_event, connection, message))
+            self._attempt(connection, partial(self._on_event, connection, message))
+
+    def _attempt(self, connection: MemberConnection, action: Callable[[], None]) -> None:
+        self._service.attempt(partial(reject_unstorable, connection, action))
 
     def on_close(self, connection: MemberConnection) -> None:
         self._service.live.closed(connection)
@@ -186,10 +192,12 @@ class MemberHandler:
     def _record_progress(self, run: RunState, live: LiveRun, now: float) -> None:
         progress = measure_progress(run, live)
         live.measured_at = now
-        if progress is None or self._service.is_blocked or not has_progressed(progress, live.progress):
+        if progress is None or not has_progressed(progress, live.progress):
             return
-        self._service.attempt(partial(self._service.handle, run.name, ev.ProgressRecorded(progress.step)))
-        self._service.attempt(partial(self._service.handle, run.name, progress))
+        self._service.measured(run.name, progress)
+        # Whether a member is restarted depends on the first committed step.
+        if run.membership.step == 0 or now - live.step_recorded_at >= RECORD_STEP_S:
+            self._service.attempt(partial(self._service.record_step, run.name))
 
     def _record_disconnect(self, connection: MemberConnection) -> None:
         run = self._service.state.runs.get(connection.run)

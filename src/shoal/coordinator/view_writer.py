@@ -16,15 +16,17 @@ from typing import Any
 from msgspec import structs
 
 from shoal.coordinator import api_views
-from shoal.coordinator.live_state import LiveState, usual_step_s
+from shoal.coordinator.live_state import LiveState, progress_shown, usual_step_s
 from shoal.coordinator.storage import view_rows
 from shoal.coordinator.storage.logs import Logs
 from shoal.core.fleet.state import FleetState
+from shoal.core.runs import story
 from shoal.core.runs.decide import Instructions
+from shoal.core.runs.events import ProgressMeasured
 from shoal.core.runs.state import CoordinatorState, RunState
 from shoal.report.tensorboard.writer import EventFiles, folder_of
 from shoal.store.journal import JournalEntry
-from shoal.store.sqlite_views import SqliteViews
+from shoal.store.sqlite_views import MetricRow, SqliteViews
 from shoal.wire.api import AgentView, PoolView, RunView, StoryLine
 
 log = logging.getLogger("shoal.coordinator")
@@ -79,6 +81,10 @@ class ViewWriter:
         """Return the last journal entry that the stored views contain, 0 after discarding views of another journal."""
         return self._views.seq if self._views.seq <= seq else self._views.clear()
 
+    def stored_progress(self) -> dict[str, ProgressMeasured]:
+        """Return the latest measurement of each run that the stored views show: a crashed coordinator kept no other."""
+        return {view.run: progress_shown(view) for view in self._views.runs() if view.loss is not None or view.metrics}
+
     def add(self, entry: JournalEntry, event: Any, instructions: Instructions, *, shown: bool = False) -> None:
         """Queue the rows of one event, unless they were stored already, and mark its runs as changed."""
         name = getattr(event, "run", "") or entry.run
@@ -88,6 +94,17 @@ class ViewWriter:
                 if run is not None and run.tensorboard:
                     self._event_files.record_line(self._run_dir(run.name), line, run.membership.step)
         self._changed.update((name, *(run for run, _ in instructions)))
+
+    def add_metric(self, run: str, at: float, progress: ProgressMeasured) -> None:
+        """Queue the row of a measurement, and mark its run as changed."""
+        self._views.put_metric(run, MetricRow(at, progress.step, progress.loss, progress.samples_per_s))
+        self._changed.add(run)
+
+    def show_again(self, seq: int, at: float, *, complete: bool) -> None:
+        """Queue all runs of a restored state; if the rows of events up to `seq` are gone, say so in the story."""
+        self._changed.update(self._state.runs)
+        if not complete:
+            self._views.put_lines([story.lost_history(seq, at)])
 
     async def write_forever(self) -> None:
         """Flush every fifth of a second until cancelled."""
@@ -101,13 +118,21 @@ class ViewWriter:
             self._queue_changes()
             if self._event_files.pending:
                 await asyncio.to_thread(self._event_files.write)
-            batch = self._views.take_batch()
-            if not batch.rows:
+            if not self._views.pending:
                 return
+            batch = self._views.take_batch()
             try:
                 await asyncio.to_thread(self._views.write_batch, batch)
             except sqlite3.Error:
                 self._views.return_batch(batch)
+
+    async def store_up_to(self, seq: int) -> bool:
+        """Write and sync all rows of the events up to `seq`; return whether that worked."""
+        await self.flush()
+        try:
+            return await asyncio.to_thread(self._views.sync) >= seq
+        except sqlite3.Error:
+            return False
 
     def _queue_changes(self) -> None:
         changed, self._changed = self._changed & self._state.runs.keys(), set()

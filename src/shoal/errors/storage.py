@@ -83,10 +83,11 @@ class JournalUnwritable(StorageError):
 
 
 class JournalDamaged(StorageError):
-    """A line in the middle of the coordinator's journal cannot be read.
+    """A line of the coordinator's journal, or its snapshot, cannot be read, so the coordinator does not start.
 
     The disk or another program changed the file. (An incomplete last line is normal after a crash and is removed.)
-    Restore the file from a backup, or start a new coordinator in another directory.
+    Restore the file from a backup. Or step past what is unreadable: ``shoal doctor --repair DIRECTORY`` lists what it
+    skips, keeps the damaged file beside the repaired one, and the coordinator starts again.
     """
 
     code = "S521"
@@ -109,6 +110,16 @@ class DirectoryVersionMismatch(StorageError):
     """
 
     code = "S523"
+
+
+class EventUnstorable(StorageError):
+    """A request or message has a value that the journal cannot hold, so it was refused and nothing has changed.
+
+    Such as NaN, an infinity, an integer beyond 64 bits, or a text that is not valid Unicode. The error names it. Send
+    an ordinary value.
+    """
+
+    code = "S524"
 
 
 class PackDamaged(StorageError):

@@ -22,16 +22,20 @@ class OfflineRecords:
         self._directory = directory
 
     def runs(self) -> tuple[RunView, ...]:
-        if not (self._directory / sqlite_views.FILE).exists() and (self._directory / journal.FILE).exists():
-            rebuild(self._directory)
         try:
+            if not (self._directory / sqlite_views.FILE).exists() and (self._directory / journal.FILE).exists():
+                rebuild(self._directory)
             return tuple(_as_ended(view) for view in sqlite_views.runs(self._directory))
-        except (sqlite3.Error, msgspec.DecodeError) as error:
+        except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StorageError(
                 "the records of an ended coordinator cannot be read",
                 where=str(self._directory / sqlite_views.FILE),
                 why=str(error),
-                do="delete that file; resuming a run rebuilds it from the journal",
+                do="delete that file; it is made again from the journal, without the story before its snapshot",
+            ) from error
+        except OSError as error:
+            raise StorageError(
+                "the directory of a coordinator cannot be read", where=str(self._directory), why=str(error)
             ) from error
 
     def run(self, run: str) -> RunView:

@@ -2,7 +2,8 @@
 
 See the package docstring for how a coordinator is found to be live. Callers get the same `RunRecords` from a live and
 from an ended coordinator, so `shoal ps`, `status`, `why` and `logs` do not care which it is; verbs that change a run
-need the live one and call `require_live`.
+need the live one and call `require_live`. A directory that cannot be read hides no run of the others: it is returned
+as a `DamagedCoordinator`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,14 @@ class CoordinatorRef:
     records: RunRecords
 
 
+@dataclass(frozen=True, slots=True)
+class DamagedCoordinator:
+    """A coordinator directory whose runs cannot be read, and why."""
+
+    directory: Path
+    error: ShoalError
+
+
 def coordinators(target: CoordinatorTarget) -> list[CoordinatorRef]:
     """Return the coordinator at the target's URL, or all that have a directory here, newest first."""
     if target.url:
@@ -60,14 +69,31 @@ def coordinators(target: CoordinatorTarget) -> list[CoordinatorRef]:
 
 
 def all_runs(target: CoordinatorTarget) -> list[tuple[CoordinatorRef, RunView]]:
-    """Return every run of every coordinator: active ones first, then the newest."""
-    pairs = [(coordinator, view) for coordinator in coordinators(target) for view in coordinator.records.runs()]
-    return sorted(pairs, key=lambda pair: (pair[1].status in ENDED, -pair[1].started))
+    """Return every run of every coordinator that can be read: active ones first, then the newest."""
+    return runs_and_damage(target)[0]
+
+
+def runs_and_damage(
+    target: CoordinatorTarget,
+) -> tuple[list[tuple[CoordinatorRef, RunView]], list[DamagedCoordinator]]:
+    """Return all runs, as `all_runs` does, and the coordinator directories that cannot be read."""
+    pairs: list[tuple[CoordinatorRef, RunView]] = []
+    damaged: list[DamagedCoordinator] = []
+    for coordinator in coordinators(target):
+        try:
+            pairs += [(coordinator, view) for view in coordinator.records.runs()]
+        except ShoalError as error:
+            if coordinator.directory is None:
+                raise
+            damaged.append(DamagedCoordinator(coordinator.directory, error))
+    return sorted(pairs, key=lambda pair: (pair[1].status in ENDED, -pair[1].started)), damaged
 
 
 def find_run(target: CoordinatorTarget, wanted: str | None) -> tuple[CoordinatorRef, RunView]:
     """Return the run with this id, name or beginning of one; without any, the only active run or the newest."""
-    pairs = all_runs(target)
+    pairs, damaged = runs_and_damage(target)
+    if not pairs and damaged:
+        raise damaged[0].error
     if wanted is None:
         if not pairs:
             raise UnknownRun("no runs yet", where=target.url or str(target.home), do="start one: shoal run SCRIPT")
@@ -75,7 +101,12 @@ def find_run(target: CoordinatorTarget, wanted: str | None) -> tuple[Coordinator
         if len(active) > 1:
             raise AmbiguousRun("several runs are active", why=_list(active), do="name one of them")
         return pairs[0]
-    return select_run(pairs, wanted, where=target.url or str(target.home))
+    try:
+        return select_run(pairs, wanted, where=target.url or str(target.home))
+    except UnknownRun as error:
+        if damaged:
+            error.why = f"it may be in {damaged[0].directory}, which cannot be read (shoal ps says why)"
+        raise
 
 
 def select_run(

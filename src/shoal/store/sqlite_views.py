@@ -1,13 +1,18 @@
 """SQLite copy of what the journal says, for queries: runs, agents, worlds, metrics, story.
 
-The file can be deleted at any time: the coordinator rebuilds it from the journal, and it is discarded if its layout is
-another one. Rows are collected in memory and written in batches by a background thread, so that handling an event never
-waits for SQLite; `seq` is the last journal entry whose rows are in the file. Commands read the file directly when the
-coordinator has ended.
+The state of a coordinator never depends on this file. If it is deleted, damaged or of another layout, the coordinator
+makes it again from its snapshot and its journal; the story, worlds and checkpoints of events before the snapshot, and
+past measurements, are then gone, because this is their only place.
+
+Rows are collected in memory and written in batches by a background thread, so that handling an event never waits for
+SQLite; `seq` is the last journal entry whose rows are in the file. A row that SQLite cannot hold costs that row and not
+the batch. Commands read the file directly when the coordinator has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sqlite3
 import threading
 from collections.abc import Iterable
@@ -19,6 +24,8 @@ import msgspec
 
 from shoal.errors import JournalUnwritable
 from shoal.wire.api import AgentView, RunView, StoryLine
+
+log = logging.getLogger("shoal.coordinator")
 
 FILE = "views.sqlite"
 LAYOUT = "1"
@@ -79,6 +86,7 @@ class SqliteViews:
         self._lock = threading.Lock()
         self._rows: list[tuple[str, tuple[Any, ...]]] = []
         self._seq: int | None = None
+        self._stored_seq: int | None = None
         self._connection = self._open()
 
     def _open(self) -> sqlite3.Connection:
@@ -106,7 +114,8 @@ class SqliteViews:
         self.path.touch(0o600)
         connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=OFF")
+        # Safe against damage by a power failure in this mode; only checkpoints of the file wait for the disk.
+        connection.execute("PRAGMA synchronous=NORMAL")
         connection.executescript(_TABLES)
         layout = connection.execute("SELECT value FROM meta WHERE key='layout'").fetchone()
         if layout is not None and layout[0] != LAYOUT:
@@ -182,7 +191,8 @@ class SqliteViews:
 
     @property
     def pending(self) -> bool:
-        return bool(self._rows)
+        """Whether anything was put, or marked, that is not in the file."""
+        return bool(self._rows) or self._seq != self._stored_seq
 
     def take_batch(self) -> RowBatch:
         """Return the rows put since the last call, to be written by any thread."""
@@ -199,14 +209,28 @@ class SqliteViews:
             try:
                 self._connection.execute("BEGIN")
                 for statement, values in batch.rows:
-                    self._connection.execute(statement, values)
+                    self._execute(statement, values)
                 if batch.seq is not None:
                     self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('seq', ?)", (str(batch.seq),))
                 self._connection.execute("COMMIT")
+                self._stored_seq = batch.seq
             except sqlite3.Error:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
+
+    def _execute(self, statement: str, values: tuple[Any, ...]) -> None:
+        """Write one row, or leave it out if a value is of no kind that SQLite has."""
+        try:
+            self._connection.execute(statement, values)
+        except (OverflowError, UnicodeError, sqlite3.InterfaceError, sqlite3.ProgrammingError) as error:
+            log.warning("a row of the views was left out: %s", error)
+
+    def sync(self) -> int:
+        """Wait until all that was written is on the disk; return the last journal entry of which that is true."""
+        with self._lock:
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            return self.seq
 
     def flush(self) -> None:
         """Write all pending rows now; if that fails, keep them for the next time and raise."""
@@ -226,6 +250,16 @@ class SqliteViews:
             self._connection.close()
 
     # --- reading
+
+    def runs(self) -> list[RunView]:
+        """Return the stored views of runs; those that cannot be decoded are left out, and soon written again."""
+        with self._lock:
+            rows = self._connection.execute("SELECT view FROM runs ORDER BY created").fetchall()
+        views = []
+        for row in rows:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                views.append(msgspec.json.decode(row[0], type=RunView))
+        return views
 
     def story(
         self, run: str, since: float = 0.0, member: str = "", after: int = 0, limit: int = 1000

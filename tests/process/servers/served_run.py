@@ -85,7 +85,7 @@ class ServedRun(CheckedRun):
         absences = [(e["whom"], e["at"], e["at"]) for e in self.events() if e["event"] == "dropped"]
         gone: dict[str, float] = {}
         state = CoordinatorState()
-        for entry in journal.read(next(self.home.glob("coordinators/*/journal.jsonl"))):
+        for entry in journal.read(next(self.home.glob("coordinators/*"))):
             event, at = journal.decode_event(entry, runs_events.KINDS), entry.at + monotonic
             for _, told in apply(state, entry.run, event, entry.at):
                 if isinstance(told, ev.AnnounceTrainerLost):

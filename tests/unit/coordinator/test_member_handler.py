@@ -11,6 +11,8 @@ from tests.unit.coordinator.stage import create_run, member_connection, member_h
 
 from shoal.coordinator.member_handler import MemberHandler
 from shoal.coordinator.service import CoordinatorService
+from shoal.core.fleet import events as fe
+from shoal.core.runs.events import UserStopRequested
 from shoal.store import journal
 from shoal.wire import member_messages as ms
 from shoal.wire.protocol import RejectedMsg
@@ -25,7 +27,7 @@ def service(tmp_path: Path) -> Iterator[CoordinatorService]:
 
 
 def kinds(service: CoordinatorService) -> list[str]:
-    return [entry.kind for entry in journal.read(service.directory / journal.FILE)]
+    return [entry.kind for entry in journal.read(service.directory)]
 
 
 def test_hello_is_journaled_before_the_welcome(service: CoordinatorService) -> None:
@@ -75,7 +77,52 @@ def test_ready_member_gets_a_world_and_its_heartbeat_renews_the_lease(service: C
     handler.on_message(connection, ms.HeartbeatMsg(entered[0].world.number, 5, "compute", 0.0, loss=0.5))
     lease = service.live.run("r-1").leases["local/0"]
     assert (lease.step, lease.at >= before) == (5, True)
-    assert kinds(service)[-2:] == ["ProgressRecorded", "ProgressMeasured"]
+    assert kinds(service)[-1] == "ProgressRecorded", "the first step is recorded at once"
+
+
+def test_measurements_are_shown_and_not_journaled(service: CoordinatorService) -> None:
+    handler, connection = MemberHandler(service), member_connection()
+    handler.on_message(connection, member_hello())
+    handler.on_message(connection, ms.ReadyMsg("model", None))
+    for step in (5, 6, 7):
+        service.live.run("r-1").measured_at = 0.0
+        handler.on_message(connection, ms.HeartbeatMsg(1, step, "compute", 0.0, loss=1 / step))
+    assert kinds(service).count("ProgressRecorded") == 1
+    assert "ProgressMeasured" not in kinds(service)
+    assert service.views.run("r-1").step == 7
+    handler.on_message(connection, ms.CheckpointWrittenMsg(7, "there", 0, 0.0))
+    assert kinds(service)[-2:] == ["ProgressRecorded", "CheckpointWritten"], "a decision knows the latest step"
+    assert service.state.runs["r-1"].membership.step == 7
+
+
+def test_last_measurement_of_an_ended_run_is_journaled(service: CoordinatorService) -> None:
+    handler, connection = MemberHandler(service), member_connection()
+    service.handle("", fe.AgentConnected("local", 2, "h"))
+    incarnation = service.state.fleet.processes["r-1", "local/0"].incarnation
+    handler.on_message(connection, member_hello(incarnation=incarnation))
+    handler.on_message(connection, ms.ReadyMsg("model", None))
+    handler.on_message(connection, ms.HeartbeatMsg(1, 5, "compute", 0.0, loss=0.5))
+    service.handle("r-1", UserStopRequested("enough", False, 0.0))
+    for process in list(service.state.fleet.processes.values()):
+        service.handle("r-1", fe.ProcessExited("r-1", process.member, process.incarnation, "asked"))
+    assert service.state.runs["r-1"].has_ended
+    assert kinds(service).count("ProgressMeasured") == 1
+    again = list(journal.read(service.directory))[-1]
+    assert (again.kind, again.fields["loss"]) == ("ProgressMeasured", 0.5)
+
+
+@pytest.mark.parametrize("speed", [float("nan"), float("inf")])
+def test_message_that_the_journal_cannot_hold_is_refused_and_changes_nothing(
+    service: CoordinatorService, speed: float
+) -> None:
+    handler, connection = MemberHandler(service), member_connection()
+    handler.on_message(connection, member_hello())
+    before = kinds(service)
+    handler.on_message(connection, ms.ReadyMsg("model", None, speed=speed))
+    (refusal,) = [message for message in sent(connection) if isinstance(message, RejectedMsg)]
+    assert "speed" in refusal.why
+    assert kinds(service) == before
+    assert service.state.runs["r-1"].membership.members["local/0"].status == "starting"
 
 
 def test_member_that_left_is_told_once_that_it_is_out(service: CoordinatorService) -> None:

@@ -9,7 +9,7 @@ from tests.unit.coordinator.stage import open_service
 from shoal.core.runs.events import RunCreated
 from shoal.core.runs.spec import RunSpec
 from shoal.errors import JournalUnwritable
-from shoal.store.journal import Journal
+from shoal.store.journal import read
 
 CREATED = RunCreated(RunSpec("r", ("t.py",), "/", (1, 1)), {"tensorboard": False})
 
@@ -22,7 +22,7 @@ def test_replay_restores_the_runs_and_records_the_restart(tmp_path: Path) -> Non
     again.replay()
     assert again.state.runs["r-1"].spec == CREATED.spec
     again.close()
-    kinds = [entry.kind for entry in Journal(tmp_path).entries]
+    kinds = [entry.kind for entry in read(tmp_path)]
     assert kinds == ["RunCreated", "CoordinatorStarted", "CoordinatorRestarted"]
 
 

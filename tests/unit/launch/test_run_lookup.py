@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from tests.unit.directories import ended_coordinator
 from tests.unit.views import run_view, story_line
 
-from shoal.errors import AmbiguousRun, UnknownRun, UsageError
+from shoal.errors import AmbiguousRun, DirectoryVersionMismatch, UnknownRun, UsageError
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.offline_records import OfflineRecords
+from shoal.store import journal
+from shoal.wire.protocol import PROTOCOL
 
 ENDED_COORDINATOR = run_lookup.CoordinatorRef("c", "", "", None, None, OfflineRecords(Path("nowhere")))
 
@@ -95,3 +99,33 @@ def test_invalid_url_is_a_usage_error(tmp_path: Path, url: str) -> None:
     (tmp_path / "token").write_text("secret\n")
     with pytest.raises(UsageError, match="invalid coordinator URL"):
         run_lookup.coordinators(CoordinatorTarget(tmp_path, url, str(tmp_path / "token")))
+
+
+def test_damaged_coordinator_hides_no_run_of_the_others(tmp_path: Path) -> None:
+    ended_coordinator(tmp_path, "good")
+    for name, text in (("bad", "nonsense\n" * 3), ("older", '{"seq":1}\n')):
+        directory = tmp_path / "coordinators" / name
+        directory.mkdir()
+        (directory / "journal.jsonl").write_text(text)
+    (tmp_path / "coordinators" / "bad" / "format").write_bytes(
+        msgspec.json.encode(journal.DirectoryFormat(PROTOCOL, "x"))
+    )
+    target = CoordinatorTarget(tmp_path)
+    runs, damaged = run_lookup.runs_and_damage(target)
+    assert [view.run for _, view in runs] == ["run-good"]
+    assert {coordinator.directory.name: coordinator.error.code for coordinator in damaged} == {
+        "bad": "S521",
+        "older": "S523",
+    }
+    assert run_lookup.find_run(target, "run-good")[1].run == "run-good"
+    with pytest.raises(UnknownRun) as unknown:
+        run_lookup.find_run(target, "other")
+    assert "cannot be read" in unknown.value.why
+
+
+def test_only_damaged_coordinators_are_no_empty_list(tmp_path: Path) -> None:
+    directory = tmp_path / "coordinators" / "older"
+    directory.mkdir(parents=True)
+    (directory / "journal.jsonl").write_text('{"seq":1}\n')
+    with pytest.raises(DirectoryVersionMismatch):
+        run_lookup.find_run(CoordinatorTarget(tmp_path), None)

@@ -26,6 +26,7 @@ from shoal.launch.settings_layers import ResolvedSettings
 
 if TYPE_CHECKING:
     from shoal.doctor.pool_check import PoolCheck
+    from shoal.store.journal_repair import SkippedLine
 
 MARKS = {"good": "ok  ", "warning": "warn", "bad": "BAD "}
 PACKAGES = ("torch", "tensorflow", "keras", "numpy")
@@ -44,6 +45,12 @@ PACKAGES = ("torch", "tensorflow", "keras", "numpy")
     help="Seconds to wait for the machines.  [default: 90, or 900 if they build an environment]",
 )
 @click.option("--end-leftovers", is_flag=True, help="Kill leftover processes of dead runs without asking.")
+@click.option(
+    "--repair",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Step past what is unreadable in the journal of this coordinator directory (S521), and list it.",
+)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Check with this setting.")
 @with_output_options
 def command(
@@ -53,6 +60,7 @@ def command(
     machines: int | None,
     wait_s: float | None,
     end_leftovers: bool,
+    repair: Path | None,
     assignments: tuple[str, ...],
 ) -> None:
     """Check this machine, or the machines of pools, for problems.
@@ -60,6 +68,9 @@ def command(
     With POOL, a few machines of each pool are allocated for a moment. Each describes itself and tries to reach every
     other machine, as members would; then all are released. The exit code is 4 if a problem was found.
     """
+    if repair is not None:
+        repair_journal(output, repair)
+        return
     names = ",".join((*pools, *((on,) if on else ())))
     options = {"on": ("--on", names)} if names else {}
     settings = settings_layers.resolve(Path.cwd(), os.environ, assignments, options)
@@ -87,6 +98,22 @@ def check_local(output: OutputOptions, settings: ResolvedSettings, end_leftovers
             leftovers.kill(process)
         output.note(f"killed {len(processes)} processes")
     return exit_codes.UNAVAILABLE if any(verdict.verdict == "bad" for verdict in verdicts) else exit_codes.OK
+
+
+def repair_journal(output: OutputOptions, directory: Path) -> None:
+    """Step past what is unreadable in a coordinator's journal, and show what that was."""
+    from shoal.coordinator.rebuild_views import repair
+
+    skipped = repair(directory)
+    output.result(skipped, lambda: "\n".join(map(_skipped_text, skipped)) or "the journal is readable: nothing to do")
+    if skipped:
+        output.note(f"skipped {len(skipped)}; the damaged file is kept in {directory}")
+
+
+def _skipped_text(skipped: SkippedLine) -> str:
+    where = f"line {skipped.line}" if skipped.line else skipped.text or "a missing line"
+    number = f" (event {skipped.seq})" if skipped.seq else ""
+    return f"skipped {where}{number}: {skipped.why}" + (f"\n  {skipped.text}" if skipped.line else "")
 
 
 def check_pools(output: OutputOptions, settings: ResolvedSettings, machines: int | None, wait_s: float | None) -> int:

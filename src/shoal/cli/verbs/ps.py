@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import click
 
-from shoal.cli.options import OutputOptions, with_output_options, with_target_options
+from shoal.cli.options import OutputOptions, show_error, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
+from shoal.launch.run_lookup import DamagedCoordinator
 from shoal.wire.api import RunView
 
 ENDED_SHOWN = 10
@@ -24,13 +26,32 @@ FIRST_OPTIONAL = 9
 def command(output: OutputOptions, target: CoordinatorTarget, everything: bool) -> None:
     """List runs.
 
-    Active runs come first, then ended ones, the newest first.
+    Active runs come first, then ended ones, the newest first. Coordinators whose directory cannot be read are listed
+    below, each with its error.
     """
-    views = [view for _, view in run_lookup.all_runs(target)]
+    pairs, damaged = run_lookup.runs_and_damage(target)
+    views = [view for _, view in pairs]
     active = [view for view in views if view.status not in run_lookup.ENDED]
     ended = [view for view in views if view.status in run_lookup.ENDED]
     shown = active + (ended if everything else ended[:ENDED_SHOWN])
     output.result(shown, lambda: text(shown, time.time()) if shown else "no runs yet; start one: shoal run SCRIPT")
+    if output.json:
+        for coordinator in damaged:
+            show_error(coordinator.error, json=True)
+    elif damaged:
+        click.echo("\n" + damage_text(damaged))
+
+
+def damage_text(damaged: Sequence[DamagedCoordinator]) -> str:
+    """Return a table of coordinators that cannot be read, and what to do about each."""
+    rows = [
+        (coordinator.directory.name, "damaged", coordinator.error.code, coordinator.error.what)
+        for coordinator in damaged
+    ]
+    remedies = [
+        f"{coordinator.directory.name}: {coordinator.error.do}" for coordinator in damaged if coordinator.error.do
+    ]
+    return "\n".join([table.columns(("coordinator", "status", "error", "what"), rows), *remedies])
 
 
 def text(views: list[RunView], now: float) -> str:

@@ -30,6 +30,7 @@ from shoal.coordinator.storage.run_files import RunFiles
 from shoal.errors import (
     BadMessage,
     BadRequest,
+    EventUnstorable,
     PermissionDenied,
     ShoalError,
     StorageError,
@@ -284,6 +285,8 @@ def _status(error: ShoalError) -> int:
             return 404
         case UploadCorrupt():
             return 409
+        case EventUnstorable():
+            return 400
         case StorageError():
             return 507
     return 400

@@ -6,13 +6,12 @@ from typing import Any
 
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
-from shoal.core.runs import events as run_events
 from shoal.core.runs.decide import Instructions
 from shoal.core.runs.spec import StoryLine
 from shoal.core.runs.state import RunState
 from shoal.core.runs.story import tell
 from shoal.store.journal import JournalEntry
-from shoal.store.sqlite_views import MetricRow, SqliteViews, WorldRow
+from shoal.store.sqlite_views import SqliteViews, WorldRow
 
 
 def put(
@@ -56,5 +55,3 @@ def _put_event(views: SqliteViews, entry: JournalEntry, event: Any) -> None:
             views.begin_world(run, world, step)
         case ev.CheckpointWritten(_, step, path):
             views.put_checkpoint(run, step, path, at)
-        case run_events.ProgressMeasured(step=step, loss=loss, samples_per_s=rate):
-            views.put_metric(run, MetricRow(at, step, loss, rate))

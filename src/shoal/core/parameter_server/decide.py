@@ -408,6 +408,7 @@ _HANDLERS: dict[type, Callable[[PlacementDraft, Any], None]] = {
     ev.ClaimRequested: _as_without_servers,
     ev.ClaimCompleted: _as_without_servers,
     ev.CheckpointWritten: _as_without_servers,
+    ev.AdjustmentReported: _as_without_servers,
     ev.ProgressRecorded: _as_without_servers,
     ev.StopRequested: _as_without_servers,
     ev.ScaleRequested: _as_without_servers,

@@ -26,6 +26,7 @@ Invariants:
 
 - Replay equals live. `apply` reads no clock, no random numbers and nothing outside the state; `now` is the time in the
   journal. Applying the journal of a crashed coordinator gives the state it had, and `tests/property` checks that.
+- The state is a tree of plain values, so it can be stored: a stored state and the events since equal all events.
 - After every event the demand for machines is computed again, and provisioning is told if it changed.
 - A run that has ended takes no events but a resume and a new budget.
 

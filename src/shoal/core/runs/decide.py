@@ -177,6 +177,9 @@ class _Cascade:
     def _ignore(self, run: RunState, event: object) -> None:
         """Do nothing: the event is in the journal for the views only."""
 
+    def _skip(self, event: run_events.EventSkipped) -> None:
+        """Do nothing: what the event was is not known."""
+
     # --- evaluators, which no other member waits for
 
     def _evaluation(self, run: RunState, event: Any) -> None:
@@ -457,6 +460,7 @@ _COORDINATOR_EVENTS: dict[type, Callable[[_Cascade, Any], None]] = {
     fe.FleetTimerExpired: _Cascade._fleet_timer,
     fe.ProcessExited: _Cascade._process_exited,
     run_events.MachineReported: _Cascade._machine_reported,
+    run_events.EventSkipped: _Cascade._skip,
 }
 
 # Every other event of a run is its membership's, or its evaluation's if the member is an evaluator.

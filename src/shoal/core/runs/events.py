@@ -68,7 +68,10 @@ class MachineReported:
 
 @dataclass(frozen=True, slots=True)
 class ProgressMeasured:
-    """Progress of the training, recorded about once a second; `idle` is as in a heartbeat."""
+    """Progress of the training, measured about once a second; `idle` is as in a heartbeat.
+
+    Only the last measurement of a run is journaled, when it has ended.
+    """
 
     step: int
     epoch: int
@@ -81,6 +84,14 @@ class ProgressMeasured:
     idle: tuple[float | None, float] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EventSkipped:
+    """An event that could not be read was stepped past at the request of the user; `text` is what its line held."""
+
+    why: str
+    text: str = ""
+
+
 RunEvent = Union[
     RunCreated,
     RunResumed,
@@ -90,6 +101,7 @@ RunEvent = Union[
     MachineReported,
     ProgressMeasured,
     EvaluationReported,
+    EventSkipped,
 ]
 
 KINDS: dict[str, type] = {

@@ -43,6 +43,12 @@ def tell(
     return lines
 
 
+def lost_history(seq: int, at: float) -> StoryLine:
+    """Return the line that stands for all lines up to journal entry `seq`, which are gone."""
+    text, reason = "the story before this is gone", "views.sqlite was deleted or damaged after a snapshot"
+    return StoryLine(seq * LINES_PER_ENTRY, at, "", "HistoryLost", "", None, None, text, reason)
+
+
 def _worth_telling(
     run: str, event: Any, instructions: Sequence[tuple[str, Any]], state: RunState | None
 ) -> Sequence[tuple[str, Any]]:
@@ -197,6 +203,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     run_events.BudgetSet: lambda e: (f"budget set to {e.budget:.2f}", ""),
     run_events.UserStopRequested: lambda e: ("run was asked to stop", e.reason),
     run_events.ExceptionReported: _raised,
+    run_events.EventSkipped: lambda e: ("an unreadable event of the journal was skipped on request", e.why),
     # Agents and processes.
     fe.AgentConnected: _agent_connected,
     fe.AgentDisconnected: lambda e: (f"agent {e.agent} lost its connection", ""),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
+from click.testing import CliRunner
 
 from shoal.cli.verbs import doctor
+from shoal.core.membership.events import ScaleRequested
 from shoal.core.world import Address
 from shoal.doctor.diagnosis import CheckVerdict, ConnectionReport, MachineReport, PoolReport, verdicts
+from shoal.store.journal import Journal
 from shoal.wire.machine_check import ConnectAttempt, MachineFacts
 
 GB = 1 << 30
@@ -35,3 +40,18 @@ def test_report_without_problems_says_so():
 def test_remedy_of_a_good_verdict_is_not_shown():
     lines = doctor.verdict_lines([CheckVerdict("good", "ports", "3 of 3 free", "choose another range")])
     assert lines == "ok    ports          3 of 3 free"
+
+
+def test_repair_says_what_it_skips_and_the_journal_opens_again(tmp_path: Path) -> None:
+    opened = Journal(tmp_path)
+    for number in (1, 2, 3):
+        opened.append("r", ScaleRequested(1, number), 5.0)
+    opened.close()
+    lines = opened.path.read_bytes().splitlines(keepends=True)
+    opened.path.write_bytes(lines[0] + b"nonsense\n" + lines[2])
+    shown = CliRunner().invoke(doctor.command, ["--repair", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "skipped line 2 (event 2): JSON is malformed" in shown.output
+    assert "nonsense" in shown.output
+    Journal(tmp_path).close()
+    assert "nothing to do" in CliRunner().invoke(doctor.command, ["--repair", str(tmp_path)]).output

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from tests.unit.directories import ended_coordinator
 from tests.unit.views import run_view
 
 from shoal.cli.options import OutputOptions
@@ -34,3 +38,19 @@ def test_name_with_escape_codes_does_not_reach_the_terminal(capsys: pytest.Captu
     views = [run_view("r", name="evil\x1b]0;title\x07", user="bob")]
     OutputOptions().result(views, lambda: ps.text(views, 200.0))
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_damaged_coordinator_is_listed_with_its_code_below_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_coordinator(tmp_path, "good")
+    bad = ended_coordinator(tmp_path, "bad")
+    (bad / "views.sqlite").unlink()
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    shown = CliRunner().invoke(ps.command, [])
+    assert shown.exit_code == 0
+    assert "run-good" in shown.output
+    assert re.search(r"^bad +damaged +S523 +this directory was written by an older version", shown.output, re.M)
+    as_json = CliRunner().invoke(ps.command, ["--json"])
+    assert [view["run"] for view in json.loads(as_json.stdout)] == ["run-good"]
+    assert json.loads(as_json.stderr)["code"] == "S523"

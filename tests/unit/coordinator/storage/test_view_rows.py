@@ -8,13 +8,13 @@ from typing import Any
 from shoal.coordinator.storage import view_rows
 from shoal.core.membership import events as ev
 from shoal.core.runs.decide import apply
-from shoal.core.runs.events import ProgressMeasured, RunCreated
+from shoal.core.runs.events import RunCreated
 from shoal.core.runs.spec import RunSpec
 from shoal.core.runs.state import CoordinatorState
 from shoal.core.world import Address
 from shoal.store import sqlite_views
 from shoal.store.journal import JournalEntry
-from shoal.store.sqlite_views import MetricRow, SqliteViews
+from shoal.store.sqlite_views import SqliteViews
 
 CREATED = RunCreated(RunSpec("r", ("t.py",), "/", (1, 1)), {"tensorboard": False})
 
@@ -43,7 +43,6 @@ def test_world_begins_with_its_members_and_ends_when_it_is_dissolved(tmp_path: P
     assert (first.number, first.last_step) == (1, 7)
 
 
-def test_progress_becomes_a_metric_and_events_become_the_story(tmp_path: Path) -> None:
-    put_all(tmp_path, CREATED, ProgressMeasured(3, 0, None, 0.5, 10.0, {}))
-    assert sqlite_views.metrics(tmp_path, "r-1") == [MetricRow(2.0, 3, 0.5, 10.0)]
+def test_events_become_the_story(tmp_path: Path) -> None:
+    put_all(tmp_path, CREATED)
     assert sqlite_views.story(tmp_path, "r-1")[0].kind == "RunCreated"

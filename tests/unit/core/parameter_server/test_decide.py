@@ -333,3 +333,18 @@ def test_hung_trainer_is_detected_by_trainers_that_wait_for_it() -> None:
         ("t1", {"usual_step_s": 20.0}),
     ):
         assert not mb.due(run.state, {**heartbeats, name: replace(heartbeats[name], **change)}, 1000.5), (name, change)
+
+
+def test_every_event_of_a_member_is_handled() -> None:
+    """A kind without a handler is journaled and then fails, each time that it is replayed too."""
+    kinds = set(ev.Event.__args__)  # type: ignore[attr-defined]
+    assert kinds == set(sv._HANDLERS) == set(mb._HANDLERS)
+
+
+def test_adjustment_of_a_trainer_is_recorded_and_told() -> None:
+    state = MembershipState(MembershipSettings(servers=1))
+    event = ev.AdjustmentReported("lab/0", 3, "memory", {"micro": 2}, "lab/0 computes in micro-batches of 8")
+    state, instructions = sv.decide(state, event, 5.0)
+    assert list(state.adjustments.values()) == [event]
+    assert isinstance(instructions[0], ev.MembershipNote)
+    assert sv.decide(state, event, 6.0)[1] == ()

@@ -32,6 +32,10 @@ class ShoalError(Exception):
         lines.append(f"  {'more':<6} shoal explain {self.code}")
         return "\n".join(lines)
 
+    def as_warning(self) -> str:
+        """Return the text for a case in which work goes on."""
+        return str(self).replace("error[", "warning[", 1)
+
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions pickle their positional arguments only, and three of the four texts are keywords.
         return (_rebuild, (type(self), self.what, self.where, self.why, self.do))

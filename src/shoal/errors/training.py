@@ -245,6 +245,40 @@ class FrameworkMissing(TrainingError, ImportError):
     code = "S324"
 
 
+class LossNotFinite(TrainingError):
+    """A warning: the loss is NaN or infinite, and training continues.
+
+    Parameters that are NaN never recover. Usually the learning rate is too high, float16 overflowed without a
+    GradScaler, or the model divides by zero or takes the logarithm of zero. Stop the run and resume from a checkpoint
+    before the step that the warning names, with a lower learning rate or clipped gradients;
+    ``torch.autograd.set_detect_anomaly(True)`` names the operation.
+    """
+
+    code = "S325"
+
+
+class SamplesCoupled(TrainingError):
+    """A warning: the loss seems to compare the samples of a batch with each other, and training continues.
+
+    Contrastive losses and in-batch negatives (InfoNCE, SimCLR, CLIP) see the samples of a member's share only, so their
+    result depends on the number of members and on the shares. Give each member the same number of samples
+    (``shares="equal"``) and a fixed number of members, or use a loss that needs no other samples, such as a queue of
+    negatives that is attached.
+    """
+
+    code = "S326"
+
+
+class HiddenStateCarried(TrainingError):
+    """A warning: a recurrent layer was given a hidden state from an earlier batch, and training continues.
+
+    Consecutive batches of a member do not follow each other in the data, and shares change size, so a carried state
+    belongs to other samples and may not fit the next batch. Start each batch from no state: ``rnn(x)``.
+    """
+
+    code = "S327"
+
+
 class BadExperiment(TrainingError):
     """The function given to ``shoal.run`` returned something that cannot be trained.
 

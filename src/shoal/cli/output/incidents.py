@@ -34,6 +34,7 @@ KINDS = {
     "SharesDecided": "shares",
     "BatchDecided": "batch",
     "MemoryDecided": "memory",
+    "LossDecided": "failure",
     "BudgetSet": "scale",
     "AgentNotice": LEAVE,
     "SubmitAllocation": "machines",

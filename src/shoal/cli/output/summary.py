@@ -97,6 +97,7 @@ class Summary(msgspec.Struct, frozen=True):
     tensorboard: str = ""
     tensorboard_error: str = ""
     cost: str = ""
+    warnings: tuple[str, ...] = ()
     others: int = 0
     frame: str = ""
     traceback: str = ""
@@ -160,6 +161,7 @@ def summarise(
         tensorboard=view.tensorboard,
         tensorboard_error=view.tensorboard_error,
         cost=cost(view.cost) if view.cost is not None else "",
+        warnings=tuple(adjustment.reason for adjustment in view.decided if adjustment.what == "loss"),
     )
 
 
@@ -250,6 +252,7 @@ def text(facts: Summary) -> str:
     lines.append(
         f"{head} in {table.span(facts.seconds)}" + (f", loss {facts.loss:.4g}" if facts.loss is not None else "")
     )
+    lines += [f"warning     {warning}" for warning in facts.warnings]
     if facts.reason and (facts.status != "done" or facts.reason != ALL_DONE):
         lines.append(f"why         {_reason_beside_cause(facts)}")
     if facts.joins or facts.losses or not facts.cause:

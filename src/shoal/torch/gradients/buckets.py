@@ -71,13 +71,16 @@ class Bucket:
 class Buckets:
     """Gradients of a model in buckets, in the order in which the backward pass computes them.
 
-    `norms`, if set, is shown every gradient before and after the sum.
+    `statistics` is how many numbers of type `dtype` are summed along with them. `norms`, if set, is shown every
+    gradient before and after the sum.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], statistics: int) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], statistics: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         tail = len(self.parameters) + statistics
-        self._buckets = _lay_out(list(reversed(self.parameters)), tail)
+        self._buckets = _lay_out(list(reversed(self.parameters)), tail, dtype)
         last = self._buckets[-1]
         self._used, self.statistics = last.tail[: len(self.parameters)], last.tail[len(self.parameters) :]
         self._position = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
@@ -268,8 +271,8 @@ def _add_bfloat16(into: Any, more: Any) -> None:
     torch.from_numpy(into).view(torch.bfloat16).add_(torch.from_numpy(more).view(torch.bfloat16))
 
 
-def _lay_out(parameters: Sequence[torch.nn.Parameter], tail: int) -> list[Bucket]:
-    """Return buckets of one dtype and device each; the last one is float32 and carries the tail."""
+def _lay_out(parameters: Sequence[torch.nn.Parameter], tail: int, dtype: torch.dtype) -> list[Bucket]:
+    """Return buckets of one dtype and device each; the last one has the `dtype` of the tail, which it carries."""
     groups: list[list[torch.nn.Parameter]] = []
     room = 0.0
     for parameter in parameters:
@@ -279,13 +282,13 @@ def _lay_out(parameters: Sequence[torch.nn.Parameter], tail: int) -> list[Bucket
             groups.append([])
         groups[-1].append(parameter)
         room -= size
-    tail_fits = bool(groups) and groups[-1][0].dtype == torch.float32
+    tail_fits = bool(groups) and groups[-1][0].dtype == dtype
     buckets = [
         Bucket(group, tail if tail_fits and group is groups[-1] else 0, like=group[0].detach()) for group in groups
     ]
     if not tail_fits:
         device = parameters[0].device if parameters else torch.device("cpu")
-        buckets.append(Bucket([], tail, like=torch.empty(0, dtype=torch.float32, device=device)))
+        buckets.append(Bucket([], tail, like=torch.empty(0, dtype=dtype, device=device)))
     return buckets
 
 

@@ -12,7 +12,10 @@ from shoal.torch.gradients.buckets import Buckets
 
 
 class RunningStats:
-    """Buffers of a model, with copies of their values at the last commit."""
+    """Buffers of a model, with copies of their values at the last commit.
+
+    `count` numbers of type `dtype` are averaged over members: in double precision if the model has such statistics.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places = [
@@ -27,6 +30,8 @@ class RunningStats:
         # BatchNorm's kernels change these without incrementing `_version`.
         self._silent = {(id(module), name) for module, name in averaged}
         self.count = sum(_buffer(place).numel() for place in averaged)
+        is_double = any(_buffer(place).dtype == torch.float64 for place in averaged)
+        self.dtype = torch.float64 if is_double else torch.float32
         self._saved: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.save()
 
@@ -60,7 +65,7 @@ class RunningStats:
     def write_to(self, buckets: Buckets, fraction: float) -> None:
         """Write this member's statistics, times its fraction of the total weight, into the tail of the buckets."""
         if self.count:
-            flat = torch.cat([_buffer(place).detach().reshape(-1).float() for place in self._averaged])
+            flat = torch.cat([_buffer(place).detach().reshape(-1).to(self.dtype) for place in self._averaged])
             torch.mul(flat, fraction, out=buckets.statistics)
 
     def read_from(self, buckets: Buckets) -> None:

@@ -69,8 +69,10 @@ class TreeBuckets(Buckets):
     shard `arm` and `finish` instead.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], statistics: int) -> None:
-        super().__init__(parameters, statistics)
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], statistics: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(parameters, statistics, dtype)
         # Level 0 is the bucket itself; further levels are allocated when the stack grows.
         self._levels: list[list[Bucket]] = [[bucket] for bucket in self._buckets]
         self._index = {id(bucket): number for number, bucket in enumerate(self._buckets)}

@@ -30,15 +30,15 @@ from torch.optim.swa_utils import AveragedModel
 
 from shoal.errors import NotAttached
 
-# Folders of Shoal and of torch, whose frames are not the script's.
-_PACKAGES = (str(Path(__file__).resolve().parents[2]), str(Path(str(torch.__file__)).resolve().parent))
+# Folders of Shoal and of torch, whose frames are not the script's; not resolved, as frames name them.
+_PACKAGES = (f"{Path(__file__).parents[2]}/", f"{Path(str(torch.__file__)).parent}/", "<")
 
 
 def user_line() -> str:
     """Return the file and line of the script that called into Shoal; empty if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((*_PACKAGES, "<")):
+        if not frame.f_code.co_filename.startswith(_PACKAGES):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import UnusableBackward, UnusableExchange
+from shoal.errors import SamplesCoupled, UnusableBackward, UnusableExchange
 from shoal.torch.data.fetch import TorchRngState
 from shoal.torch.gradients.buckets import Buckets, StepAborted
 from shoal.torch.gradients.gradient_norms import TorchGradientNorms
@@ -56,6 +56,7 @@ from shoal.torch.gradients.guards import missing_backward, refuse_step_outside_l
 from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.gradients.running_stats import RunningStats
+from shoal.torch.gradients.suspicions import HiddenStateWatch, coupled_samples, warn
 from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
 from shoal.torch.gradients.unattached import OptimizerWatch, check_companions, check_loss, is_checked_step
 from shoal.torch.modes.lr_scaling import ScaledLearningRate
@@ -88,6 +89,8 @@ class TorchTrainer(Loop):
         self._loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._known_rate: float | None = None
         self._watch: OptimizerWatch | None = None
+        self._hidden_states: HiddenStateWatch | None = None
+        self._coupled_samples: SamplesCoupled | None = None
         self.copies = ModelCopies(self)
 
     def _progress(self, calls: int) -> int:
@@ -112,11 +115,14 @@ class TorchTrainer(Loop):
         self._training_state.after_load.append(self._running_stats.save)
         self._choose_exchange()
         self._watch = OptimizerWatch(self.model, self.optimizers, self._step_in_progress)
+        self._hidden_states = HiddenStateWatch(self.model, warns=lambda: self._session.is_writer)
         return all(p.device.type == "cpu" for p in self.model.parameters())
 
     def _end_loop(self) -> None:
         if self._watch is not None:
             self._watch.close()
+        if self._hidden_states is not None:
+            self._hidden_states.close()
 
     def _step_in_progress(self) -> int | None:
         return self.current.number if self.looping and self.current is not None else None
@@ -146,6 +152,8 @@ class TorchTrainer(Loop):
     def _begin_body(self, current: Step) -> None:
         if is_checked_step(current.number):
             self.copies.begin_body()
+        if self._hidden_states is not None:
+            self._hidden_states.begin_body(current.number)
 
     def _check_micro_batch(self, current: Step, number: int) -> None:
         if is_checked_step(current.number):
@@ -199,7 +207,9 @@ class TorchTrainer(Loop):
                 self._buckets.close()
                 self._sums.put_into(self._buckets.parameters)
             exact = self.feed is not None and self.feed.shard_range is not None
-            self._buckets = (TreeBuckets if exact else Buckets)(parameters, self._running_stats.count)
+            self._buckets = (TreeBuckets if exact else Buckets)(
+                parameters, self._running_stats.count, self._running_stats.dtype
+            )
 
     # --- one step
 
@@ -218,7 +228,7 @@ class TorchTrainer(Loop):
             return
         samples = current.micro_batches[current.index].samples
         if current.backwards == 1 and samples and is_checked_step(current.number):
-            self._check_loss(loss)
+            self._check_loss(loss, samples)
         counts = float(samples if weight is None else weight) if samples else 0.0
         current.micro_batch_weight = counts if current.shard_range is None else exact_weight(counts)
         current.weight += current.micro_batch_weight
@@ -252,9 +262,13 @@ class TorchTrainer(Loop):
         finally:
             self._buckets.in_backward, self._buckets.sealed = False, True
 
-    def _check_loss(self, loss: torch.Tensor) -> None:
+    def _check_loss(self, loss: torch.Tensor, samples: int) -> None:
         assert self.model is not None
         check_loss(loss, [self.model, *(copy for copy in self.copies.copies if isinstance(copy, torch.nn.Module))])
+        if self._coupled_samples is None and self._session.is_writer:
+            self._coupled_samples = coupled_samples(loss, samples)
+            if self._coupled_samples is not None:
+                warn(self._coupled_samples)
 
     def _backward_pass(self, current: Step, scaled: torch.Tensor) -> None:
         if current.on_last_micro_batch:

@@ -149,7 +149,9 @@ class TorchLocalTrainer(TorchTrainer):
         assert self._running_stats is not None
         parameters = list(self.model.parameters())
         if self._buckets is None or not self._buckets.fits(parameters):
-            self._buckets = ParameterDeltas(parameters, self._running_stats.count, 1 + len(self.schedulers))
+            self._buckets = ParameterDeltas(
+                parameters, self._running_stats.count, 1 + len(self.schedulers), self._running_stats.dtype
+            )
 
     # --- StepGate
 

@@ -22,8 +22,14 @@ Values = dict[torch.nn.Parameter, torch.Tensor]
 class ParameterDeltas(Buckets):
     """Changes of the parameters in a round, averaged over members; `counts` are further numbers summed with them."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], statistics: int, counts: int) -> None:
-        super().__init__(parameters, statistics + counts)
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        statistics: int,
+        counts: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(parameters, statistics + counts, dtype)
         self.close()
         self.statistics, self.counts = torch.split(self.statistics, [statistics, counts])
 

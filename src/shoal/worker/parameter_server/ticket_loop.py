@@ -29,6 +29,7 @@ from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.server_main import serve
 from shoal.worker.training.loop import step_seed
 from shoal.worker.training.loop_exit import left_on_purpose
+from shoal.worker.training.loss_monitor import LossMonitor
 from shoal.worker.training.metrics import finite_metrics
 from shoal.worker.training.slowdown import slowdown_for
 from shoal.worker.training.training_state import TrainingState
@@ -88,6 +89,7 @@ class TicketLoop(ABC):
         self._parts_assigned = False
         self._versions: dict[int, int] = {}
         self._generation = 0
+        self._loss_monitor = LossMonitor(session)
         self._slowdown = slowdown_for(session.me, session.settings.emulate)
         self._serving = False
         self._finished = 0
@@ -314,6 +316,7 @@ class TicketLoop(ABC):
             self._spent[name] = smooth * self._spent[name] + (1 - smooth) * getattr(current, name)
         self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * current.samples / took_s
         self._loss = float(current.loss) / current.weight if current.weight else self._loss
+        self._loss_monitor.observe(current.granted.ticket.step, self._loss)
 
     def _status(self) -> dict[str, Any]:
         """Return the fields of a heartbeat; called by the heartbeat's thread."""

@@ -56,6 +56,7 @@ from shoal.worker.data.feed import Feed, IndexedFeed
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.loop_exit import left_on_purpose
+from shoal.worker.training.loss_monitor import LossMonitor
 from shoal.worker.training.metrics import finite_metrics
 from shoal.worker.training.noise_sampling import NoiseSampler
 from shoal.worker.training.slowdown import slowdown_for
@@ -85,6 +86,7 @@ class Loop(ABC):
         self._previous: Step | None = None
         self._world_seen = 0
         self._loss: float | None = None
+        self._loss_monitor = LossMonitor(session)
         self._slowdown = slowdown_for(session.me, session.settings.emulate)
         session.status = self._status
 
@@ -138,6 +140,7 @@ class Loop(ABC):
                 step = session.next_step()
                 self._training_state.at_boundary(step)
                 if feed.ended(step) or session.ends_at(step):
+                    self._observe_last_loss()
                     over = session.finish()
                     if over:
                         self._training_state.at_end(step)
@@ -266,6 +269,14 @@ class Loop(ABC):
         total = sum(report.weight for report in previous.reports)
         return float(previous.loss) / total if total else 0.0
 
+    def _observe_last_loss(self) -> None:
+        """Check this member's loss of the last step, which no report will carry."""
+        current = self.current
+        if current is not None and current.committed and current.weight:
+            self._loss_monitor.observe(
+                current.number, float(current.loss) / current.weight, send=self._session.is_writer
+            )
+
     def _check_reports(self, current: Step) -> None:
         """Raise MembersDiverged if the reports contradict each other."""
         reports = current.reports
@@ -291,6 +302,7 @@ class Loop(ABC):
             )
         if self._previous is not None and self._previous.committed:
             self._loss = sum(report.loss for report in reports)
+            self._loss_monitor.observe(self._previous.number, self._loss, send=self._session.is_writer)
 
     # --- commit
 

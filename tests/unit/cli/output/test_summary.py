@@ -11,7 +11,7 @@ from shoal.cli.output import summary
 from shoal.core.membership import decide as membership
 from shoal.core.membership import events as ev
 from shoal.core.world import Address
-from shoal.wire.api import CostView, StoryLine
+from shoal.wire.api import AdjustmentView, CostView, StoryLine
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,12 @@ def test_lost_member_is_shown_with_its_cost() -> None:
     text = summary.text(summary.summarise(run_view(status="done", ended=141.0), story))
     assert "changes     world 2, step 40: local/1 lost: killed by signal 9 (new world after 21 ms; 0 steps lost" in text
     assert "1 234 of 5 000 steps in 41.0 s" in text
+
+
+def test_loss_that_was_not_a_number_is_said_beside_done() -> None:
+    bad = AdjustmentView("loss", 12, {}, "the loss of step 12 is nan [S325]")
+    text = summary.text(summary.summarise(run_view(status="done", loss=None, decided=(bad,)), []))
+    assert "warning     the loss of step 12 is nan [S325]" in text
 
 
 FALLBACK = (

@@ -54,6 +54,25 @@ def test_two_members_follow_the_trajectory_of_one(
     assert first[1] == second[1] == alone[1] == 6
 
 
+def test_running_statistics_of_a_double_model_are_those_of_doubles(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).double()
+
+    def body(session: FixedWorldSession) -> torch.Tensor:
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.0)
+        run = Run(session, "unit", str(tmp_path))
+        run.attach(own, optimizer)
+        for x, y in run.batches(DATA, size=24, shuffle=False, shares="equal"):
+            run.backward(torch.nn.functional.mse_loss(own(x), y))
+            optimizer.step()
+        return own[0].running_mean
+
+    first, second = together(2, body)
+    assert torch.equal(first, second)
+    expected = 0.1 * (X[:12].mean(0) + X[12:].mean(0)) / 2
+    torch.testing.assert_close(first, expected, rtol=1e-14, atol=1e-15)
+
+
 def test_generators_are_seeded_alike_after_the_exchange(tmp_path: Path) -> None:
     model = copy.deepcopy(MODEL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

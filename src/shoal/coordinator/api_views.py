@@ -11,6 +11,7 @@ from shoal.coordinator.live_state import LiveRun, measure_progress
 from shoal.core.fleet import decide as fl
 from shoal.core.membership import decide as mb
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
+from shoal.core.placement import describe_uncopied
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import feasibility
 from shoal.core.provisioning.costs import Account, MachineCost
@@ -69,6 +70,7 @@ def run_view(run: RunState, state: CoordinatorState, live: LiveRun, directory: s
         **_queued(run, state, now),
         cwd=run.spec.cwd,
         settings=dict(run.spec.settings),
+        uncopied=describe_uncopied(membership.placement) if membership.placement is not None else "",
     )
 
 

@@ -68,6 +68,24 @@ class Placement:
         return tuple(part for part, assignment in enumerate(self.assignments) if member in assignment.copies)
 
 
+def part_name(part: int) -> str:
+    """Return what users know a part by."""
+    return "the ledger" if part == LEDGER else f"shard {part}"
+
+
+def describe_uncopied(placement: Placement) -> str:
+    """Return which parts have no complete copy, and on which servers; empty if every part has one.
+
+    >>> describe_uncopied(Placement(1, 1, (), (PartAssignment("a", "b"), PartAssignment("b", learner="a"))))
+    'shard 1 on b (being copied to a)'
+    """
+    return ", ".join(
+        f"{part_name(part)} on {a.primary}" + (f" (being copied to {a.learner})" if a.learner else "")
+        for part, a in enumerate(placement.assignments)
+        if not a.backup
+    )
+
+
 def divide(sizes_bytes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
     """Return the tensors of each shard, so that all shards have nearly the same bytes; every member computes the same.
 
@@ -159,17 +177,25 @@ def _least_loaded(assignments: Sequence[PartAssignment], names: Sequence[str]) -
 
 
 def _balance(assignments: list[PartAssignment], leaving: Collection[str]) -> list[PartAssignment]:
-    """Hand parts off to their backups where the primary leaves, or leads two parts more than the backup."""
+    """Hand parts off to their backups where the primary leaves, and shards also where the primary leads too many.
+
+    The ledger counts as half a shard and stays where it is: if it moved instead of a shard, a server that returns would
+    get the ledger, and both shards would remain on the other one.
+    """
     led = {name: 0 for assignment in assignments for name in assignment.copies}
-    for assignment in assignments:
-        led[assignment.backup if assignment.handing_off else assignment.primary] += 1
+    for part, assignment in enumerate(assignments):
+        led[assignment.backup if assignment.handing_off else assignment.primary] += _weight(part)
     balanced: list[PartAssignment] = []
-    for assignment in assignments:
+    for part, assignment in enumerate(assignments):
         able = bool(assignment.backup) and assignment.backup not in leaving and not assignment.handing_off
-        lopsided = able and led[assignment.primary] - led[assignment.backup] >= 2
+        lopsided = able and part != LEDGER and led[assignment.primary] - led[assignment.backup] > _weight(part)
         if able and (assignment.primary in leaving or lopsided):
-            led[assignment.primary] -= 1
-            led[assignment.backup] += 1
+            led[assignment.primary] -= _weight(part)
+            led[assignment.backup] += _weight(part)
             assignment = replace(assignment, handing_off=True)
         balanced.append(assignment)
     return balanced
+
+
+def _weight(part: int) -> int:
+    return 1 if part == LEDGER else 2

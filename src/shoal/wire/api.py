@@ -175,6 +175,8 @@ class RunView(msgspec.Struct, frozen=True):
 
     `cost` is that of the machines allocated for it, `costs` the same by pool, `rate_per_h` the present cost of an hour,
     and `budget` the limit of the total, None for no limit.
+
+    `uncopied` names the parts of a state on servers that only one server has.
     """
 
     run: Name
@@ -222,6 +224,7 @@ class RunView(msgspec.Struct, frozen=True):
     waits_for: Text = ""
     cwd: Text = ""
     settings: SettingValues = {}
+    uncopied: Text = ""
 
 
 class AgentView(msgspec.Struct, frozen=True):

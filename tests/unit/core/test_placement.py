@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.core.placement import PartAssignment, complete_copy, divide, drop_replica, initial, reassign, swap
+from shoal.core.placement import (
+    PartAssignment,
+    Placement,
+    complete_copy,
+    describe_uncopied,
+    divide,
+    drop_replica,
+    initial,
+    reassign,
+    swap,
+)
 
 
 def names(count: int) -> list[str]:
@@ -92,3 +102,27 @@ def test_leaving_server_keeps_its_copy_until_another_has_one() -> None:
 def test_unreachable_backup_is_dropped() -> None:
     assert drop_replica(PartAssignment("s0", "s1", handing_off=True), "s1") == PartAssignment("s0")
     assert drop_replica(PartAssignment("s0", "s1", "s2"), "s2") == PartAssignment("s0", "s1")
+
+
+def test_server_that_returns_gets_half_of_the_shards_again() -> None:
+    for lost in names(2):
+        rest = next(name for name in names(2) if name != lost)
+        parts = reassign(complete(initial(names(2), 3, 1)), [rest], [], 2)
+        assert parts is not None
+        parts = reassign(parts, [rest], [lost], 3)
+        for part in range(3):
+            assert parts is not None
+            copied = complete_copy(parts[part], lost, 3)
+            assert copied is not None
+            parts = reassign((*parts[:part], copied, *parts[part + 1 :]), names(2), [], 4 + part)
+        assert parts is not None
+        settled = [swap(a) if a.handing_off else a for a in parts]
+        assert sorted(a.primary for a in settled[1:]) == names(2), f"after the loss of {lost}"
+
+
+def test_parts_without_a_complete_copy_are_named() -> None:
+    parts = initial(names(2), 3, 1)
+    assert describe_uncopied(Placement(1, 1, (), parts)) == (
+        "the ledger on s0 (being copied to s1), shard 1 on s1 (being copied to s0), shard 2 on s0 (being copied to s1)"
+    )
+    assert describe_uncopied(Placement(1, 1, (), complete(parts))) == ""

@@ -98,6 +98,8 @@ def text(view: RunView, now: float, *, live: bool) -> str:
     if view.evaluation is not None and view.evaluation.export:
         lines.append(f"best model  {view.evaluation.export}")
     lines += [f"{what:<12}{reason}" for what, reason in adjustments(view)]
+    if view.uncopied and active:
+        lines.append(f"no copy     {view.uncopied}: if that server dies, training goes back to the checkpoint")
     if view.reason:
         lines.append(f"why         {view.reason}")
     if view.last_change:

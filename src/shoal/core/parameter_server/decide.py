@@ -333,13 +333,13 @@ def _on_copied(draft: PlacementDraft, event: ev.PartCopied) -> None:
     assignment = _assignment(draft, event.part, event.member)
     copied = core_placement.complete_copy(assignment, event.to, event.since) if assignment is not None else None
     if copied is not None and event.to in draft.members:
-        draft.change(event.part, copied, f"{event.to} has a copy of {_name(event.part)}")
+        draft.change(event.part, copied, f"{event.to} has a copy of {core_placement.part_name(event.part)}")
 
 
 def _on_released(draft: PlacementDraft, event: ev.PartReleased) -> None:
     assignment = _assignment(draft, event.part, event.member)
     if assignment is not None and assignment.handing_off and assignment.backup:
-        reason = f"{assignment.backup} takes over {_name(event.part)}"
+        reason = f"{assignment.backup} takes over {core_placement.part_name(event.part)}"
         draft.change(event.part, core_placement.swap(assignment), reason)
 
 
@@ -377,10 +377,6 @@ def _assignment(draft: PlacementDraft, part: int, primary: str) -> PartAssignmen
         return None
     assignment = placement.assignments[part]
     return assignment if assignment.primary == primary else None
-
-
-def _name(part: int) -> str:
-    return "the ledger" if part == core_placement.LEDGER else f"shard {part}"
 
 
 def _as_without_servers(draft: PlacementDraft, event: ev.Event) -> None:

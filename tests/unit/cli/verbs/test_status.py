@@ -38,6 +38,12 @@ def test_status_shows_the_event_files() -> None:
     assert "tensorboard" not in status.text(run_view(), 110.0, live=True)
 
 
+def test_parts_without_a_copy_are_shown_while_the_run_is_active() -> None:
+    text = status.text(run_view(uncopied="shard 1 on local/server-0"), 110.0, live=True)
+    assert "\nno copy     shard 1 on local/server-0: if that server dies" in text
+    assert "no copy" not in status.text(run_view(), 110.0, live=True)
+
+
 def test_budget_is_shown_with_how_long_it_lasts() -> None:
     view = run_view(cost=CostView(3600.0, 2.0, 0.0), budget=5.0, rate_per_h=2.0)
     assert "budget      5.00, 3.00 left, enough for 1 h 30 min at 2.00 an hour" in status.text(view, 20.0, live=True)

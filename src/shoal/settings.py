@@ -93,6 +93,9 @@ class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     shares_max: Annotated[
         Number, Meta(gt=0, description="largest share, in samples; up to 1, as a fraction of the batch")
     ] = 1.0
+    shares_machines: Annotated[
+        str, Meta(description="facts about machines, such as: big speed=4 max=256, spot-* speed=1, local/0 share=3")
+    ] = ""
     shares_mode: Annotated[Literal["continuous", "epoch", "once"], Meta(description="when shares may change")] = (
         "continuous"
     )
@@ -245,7 +248,8 @@ def _check_meaning(converted: Any, where: str) -> None:
     }
     try:
         setting.resolve_batch(getattr(converted, "batch", ""), 1, sys.maxsize)
-        shares_settings.parse(getattr(converted, "shares_policy", "equal"), **bounds)
+        machines = getattr(converted, "shares_machines", "")
+        shares_settings.parse(getattr(converted, "shares_policy", "equal"), **bounds, machines=machines)
     except (BadSize, BadPlan) as error:
         raise BadSettings(error.what, where=where, why=error.why, do=error.do) from error
 

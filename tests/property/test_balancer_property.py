@@ -7,6 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.shares import machines
 from shoal.core.shares.balancer import ShareBalancer, ShareSettings, StepMeasurement
 from shoal.core.shares.cost_curve import CostCurve, linear
 from shoal.core.shares.split import by_cost, by_weight, without_singles
@@ -54,7 +55,8 @@ SETTINGS = st.builds(
     window=st.integers(1, 12),
     threshold=st.floats(0, 0.5),
     min=st.sampled_from([0.0, 1.0, 0.01, 3.0]),
-    max=st.sampled_from([1.0, 0.9]),
+    max=st.sampled_from([1.0, 0.9, 20.0]),
+    machines=st.sampled_from([(), machines.parse("m1 max=3, m2 max=40 speed=0.5")]),
     mode=st.sampled_from(["continuous", "once", "epoch"]),
 )
 
@@ -69,10 +71,6 @@ def test_equal_measurements_give_equal_shares_that_sum_to_the_batch(
     for step in range(data.draw(st.integers(1, 60))):
         if data.draw(st.integers(0, 9)) == 0:
             names = data.draw(st.permutations([f"m{rank}" for rank in range(7)]))[: data.draw(st.integers(2, 6))]
-        if data.draw(st.integers(0, 14)) == 0:
-            member, limit = data.draw(st.sampled_from(names)), data.draw(st.none() | st.integers(40, 100))
-            balancer.set_limit(member, limit)
-            twin.set_limit(member, limit)
         size = data.draw(st.sampled_from([64, 64, 64, 17, 1]))
         catching_up = data.draw(st.sets(st.integers(1, len(names) - 1), max_size=len(names) - 2))
         shares = balancer.shares(step, size, names, catching_up)
@@ -96,18 +94,15 @@ def test_equal_measurements_give_equal_shares_that_sum_to_the_batch(
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(15, 64), min_size=3, max_size=5), st.lists(st.floats(0.1, 10), min_size=5, max_size=5))
-def test_limit_is_never_exceeded(limits: list[int], speeds: list[float]) -> None:
+def test_declared_maximum_is_never_exceeded_if_the_batch_fits(limits: list[int], speeds: list[float]) -> None:
     size = min(64, sum(limits))
     names = [f"m{rank}" for rank in range(len(limits))]
-    balancer = ShareBalancer()
+    declared = ", ".join(f"{name} max={limit}" for name, limit in zip(names, limits, strict=True))
+    balancer = ShareBalancer(ShareSettings(machines=machines.parse(declared)))
     for step in range(40):
-        if step == 5:
-            for name, limit in zip(names, limits, strict=True):
-                balancer.set_limit(name, limit)
         shares = balancer.shares(step, size, names)
         assert sum(shares) == size
-        if step >= 5:
-            assert all(share <= limit for share, limit in zip(shares, limits, strict=True))
+        assert all(share <= limit for share, limit in zip(shares, limits, strict=True))
         balancer.observe(step, names, [StepMeasurement(b, b / speed) for b, speed in zip(shares, speeds, strict=False)])
 
 

@@ -97,7 +97,8 @@ class MemberHandler:
         live.heartbeats.pop(hello.member, None)
         connection.evicted = False
         lease_s, started = run.membership.settings.lease_s, run.membership.started
-        connection.send(ms.WelcomeMsg(run.heartbeat_s, lease_s, self._service.name, started))
+        min_members = run.membership.settings.min_members
+        connection.send(ms.WelcomeMsg(run.heartbeat_s, lease_s, self._service.name, started, min_members))
 
     def _may_join(self, connection: MemberConnection, hello: ms.MemberHelloMsg) -> bool:
         """Return whether a hello is acceptable; reject the connection otherwise."""

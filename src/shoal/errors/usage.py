@@ -29,8 +29,7 @@ class BadPlan(UsageError):
     """The rule that divides a global batch into shares is invalid, or no division satisfies it.
 
     Valid rules are ``model`` (shares by measured speed), ``ratio`` (the rule b' = b * mean(t) / t), ``equal``, and
-    ``fixed:3,1`` (fixed weights by rank, here three to one). No member's minimum may exceed its maximum, and the maxima
-    of all members together must be at least the global batch.
+    ``fixed:3,1`` (fixed weights by the member's number, here three to one). No member's minimum may exceed its maximum.
     """
 
     code = "S102"
@@ -57,6 +56,17 @@ class UnusableExchange(UsageError):
 
     code = "S104"
     exit_code = exit_codes.BAD_SETTING
+
+
+class SharesOutOfBounds(UsageError):
+    """A warning: ``shares.min`` or ``shares.max`` cannot be kept with the members that are present.
+
+    Training continues. If the largest shares of all members sum to less than the global batch, shares exceed them and
+    are computed in micro-batches that do not. If the smallest ones sum to more than the batch, shares are smaller. Add
+    members, or change ``shares.max``, ``shares.min``, ``shares.machines`` or the batch.
+    """
+
+    code = "S105"
 
 
 class BadConfigFile(UsageError):

@@ -277,13 +277,14 @@ class ExceptionRaisedMsg(Message, frozen=True):
 class WelcomeMsg(Message, frozen=True):
     """Answer to a hello. The member sends a heartbeat every `heartbeat_s`; it is evicted after `lease_s` of silence.
 
-    `started` says whether the run has committed a step.
+    `started` says whether the run has committed a step, `min_members` is the MIN of the run.
     """
 
     heartbeat_s: Seconds
     lease_s: Seconds
     coordinator: Name
     started: bool
+    min_members: int = 1
 
 
 class EnterWorldMsg(Message, frozen=True):

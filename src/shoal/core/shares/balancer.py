@@ -73,7 +73,7 @@ class ShareBalancer:
     """The shares in force, the next ones, and the speeds of the members.
 
     `ahead` is how many steps of data are read ahead. `allow_single_sample` may be cleared for models that cannot train
-    on one sample, such as those with batch normalisation.
+    on one sample, such as those with batch normalisation. `min_members` is the fewest that the run may have.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class ShareBalancer:
         self.settings = settings or ShareSettings()
         self.ahead = ahead
         self.allow_single_sample = True
+        self.min_members = 1
         self.reason = ""
         self._first_windows = first_windows
         self._speeds = SpeedTable()
@@ -91,6 +92,7 @@ class ShareBalancer:
         self._best: Shares | None = None
         # The step of the next probe and the parked member that it measures.
         self._probe: tuple[int, str] | None = None
+        self._overruled = ""
         self._smaller_batches = 0
         self._epoch = 0
         self._epoch_started = False
@@ -105,13 +107,6 @@ class ShareBalancer:
         if 0 < speed < inf and self._speeds.profile(member).speed.estimate != speed:
             self._speeds.profile(member).set_estimate(float(speed))
             self._cache.clear()
-
-    def set_limit(self, member: str, samples: int | None) -> None:
-        """Set the largest share of a member, from the next step on; None for no limit."""
-        self._speeds.profile(member).limit = samples
-        self._best = None
-        self._cache.clear()
-        self._plan, self._next = self._within_limits(self._plan), self._within_limits(self._next)
 
     def set_micro_batch(self, member: str, samples: int | None) -> None:
         """Set how many samples a member computes at a time; None if it computes its share at once."""
@@ -131,7 +126,7 @@ class ShareBalancer:
         shares = self._shares(step, size, members, catching_up)
         if self.allow_single_sample or 1 not in shares:
             return shares
-        _, highs = share_policy.share_bounds(self.settings, self._speeds, size, members, catching_up)
+        _, highs = share_policy.share_bounds(self.settings, size, members, catching_up)
         return split.without_singles(shares, highs)
 
     def _shares(self, step: int, size: int, members: Sequence[str], catching_up: Collection[int]) -> Shares:
@@ -150,15 +145,16 @@ class ShareBalancer:
             shares = self._cache[key] = share_policy.initial_shares(self.settings, self._speeds, *key)
         return shares
 
-    def _within_limits(self, plan: SharePlan | None) -> SharePlan | None:
-        """Return a plan with new shares if one of them exceeds a limit."""
-        if plan is None:
-            return None
-        limits = [profile.limit if (profile := self._speeds.get(name)) else None for name in plan.members]
-        if all(limit is None or share <= limit for share, limit in zip(plan.shares, limits, strict=True)):
-            return plan
-        shares = share_policy.initial_shares(self.settings, self._speeds, plan.size, plan.members)
-        return plan._replace(shares=shares)
+    def newly_overruled_bounds(self, size: int, members: Sequence[str]) -> str:
+        """Return which bounds of shares cannot be kept, once for every such sentence; else empty."""
+        plan = self._plan
+        if plan is None or size < plan.size:
+            return ""  # the short last batch of an epoch says nothing about the bounds
+        before, self._overruled = (
+            self._overruled,
+            share_policy.overruled_bounds(self.settings, size, members, self.min_members),
+        )
+        return self._overruled if self._overruled != before else ""
 
     # --- measurements
 
@@ -300,7 +296,7 @@ class ShareBalancer:
     def step_seconds(self, size: int, members: Sequence[str]) -> float:
         """Return the predicted seconds of a step with another global batch size, optimally shared."""
         costs = self._speeds.costs(members)
-        lows, highs = share_policy.share_bounds(self.settings, self._speeds, size, members)
+        lows, highs = share_policy.share_bounds(self.settings, size, members)
         return slowest_s(costs, split.by_cost(size, costs, lows, highs))
 
     def knows_fixed_costs(self, members: Sequence[str]) -> bool:

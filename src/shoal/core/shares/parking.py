@@ -27,7 +27,7 @@ def due_probe(speeds: SpeedTable, plan: SharePlan, step: int) -> str | None:
     """Return a parked member that is due for a probe, and count its wait from `step` again; None if none is due."""
     for rank, (name, share) in enumerate(zip(plan.members, plan.shares, strict=True)):
         profile = speeds.profile(name)
-        if share or profile.limit == 0:
+        if share:
             continue
         if profile.parked_at is None:
             profile.parked_at = step

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from shoal.core.shares import split
 from shoal.core.shares.cost_curve import CostCurve
+from shoal.core.shares.machines import facts_of
 from shoal.core.shares.settings import ShareSettings
 from shoal.core.shares.speed_table import SpeedTable
 from shoal.core.shares.split import Shares
@@ -38,29 +39,54 @@ class SharePlan(NamedTuple):
 
 
 def share_bounds(
-    settings: ShareSettings, speeds: SpeedTable, size: int, members: Sequence[str], catching_up: Collection[int] = ()
+    settings: ShareSettings, size: int, members: Sequence[str], catching_up: Collection[int] = ()
 ) -> tuple[list[int], list[int]]:
-    """Return the least and the largest share of every member; those that are catching up get none."""
+    """Return the least and the largest share of every member; those that are catching up get none.
+
+    If all maxima together are less than the batch, they grow in proportion: the batch must be computed all the same,
+    and a share above its maximum is computed in micro-batches.
+    """
     lowest, highest = settings.bounds(size, len(members) - len(catching_up))
     lows, highs = [], []
     for rank, name in enumerate(members):
-        profile = speeds.get(name)
-        limit = profile.limit if profile is not None else None
-        high = 0 if rank in catching_up else highest if limit is None else min(highest, limit)
+        declared = facts_of(name, settings.machines).max
+        high = 0 if rank in catching_up else highest if declared is None else min(highest, declared)
         # A member's memory limit takes precedence over shares.min.
         lows.append(min(lowest, high))
         highs.append(high)
-    return lows, highs
+    total = sum(highs)
+    return lows, highs if total >= size or not total else [-(-high * size // total) for high in highs]
+
+
+def overruled_bounds(settings: ShareSettings, size: int, members: Sequence[str], min_members: int) -> str:
+    """Return which bounds cannot be kept with these members, or with the fewest that the run may have; else empty."""
+    lowest, highest = settings.bounds(size, len(members))
+    maxima = [min(highest, settings.most_at_once(name) or highest) for name in members]
+    notes = []
+    if sum(maxima) < size:
+        notes.append(
+            f"the largest shares of {len(members)} members sum to {sum(maxima)} of {size} samples: shares exceed them, "
+            "in micro-batches that do not"
+        )
+    elif settings.max > 1 and min_members * highest < size:
+        notes.append(
+            f"with fewer than {-(-size // highest)} members (MIN is {min_members}) shares will exceed "
+            f"shares.max={highest}, in micro-batches that do not"
+        )
+    if lowest * len(members) > size:
+        notes.append(
+            f"shares.min={settings.min:g} of {len(members)} members exceeds the batch of {size}: shares are smaller"
+        )
+    return "; ".join(notes)
 
 
 def initial_shares(
     settings: ShareSettings, speeds: SpeedTable, size: int, members: Sequence[str], catching_up: Collection[int] = ()
 ) -> Shares:
     """Return the best shares for a new set of members or another batch size."""
-    lows, highs = share_bounds(settings, speeds, size, members, catching_up)
+    lows, highs = share_bounds(settings, size, members, catching_up)
     if not settings.adapts:
-        declared = settings.declared(len(members))
-        weights = [0 if rank in catching_up else weight for rank, weight in enumerate(declared)]
+        weights = [0 if rank in catching_up else w for rank, w in enumerate(settings.weights_of(members))]
         return split.by_weight(size, weights, lows, highs)
     costs, noise = speeds.costs(members), speeds.noise(members)
     tolerance = max(settings.threshold, noise)
@@ -111,7 +137,7 @@ def ratio_shares(settings: ShareSettings, speeds: SpeedTable, plan: SharePlan) -
         int(share * (mean_s / member_s if member_s else 1.0) * 2**20)
         for share, member_s in zip(plan.shares, seconds, strict=True)
     ]
-    lows, highs = share_bounds(settings, speeds, plan.size, plan.members)
+    lows, highs = share_bounds(settings, plan.size, plan.members)
     return split.by_weight(plan.size, weights, _at_least_one(lows, highs), highs)
 
 
@@ -135,7 +161,7 @@ def _bounds_of_one_change(
     settings: ShareSettings, speeds: SpeedTable, plan: SharePlan, *, unbounded: bool
 ) -> tuple[list[int], list[int]]:
     """Return bounds within `MAX_FACTOR` of each share, unless `unbounded` or little is known of the member."""
-    lows, highs = share_bounds(settings, speeds, plan.size, plan.members)
+    lows, highs = share_bounds(settings, plan.size, plan.members)
     first_share = max(1, plan.size // (4 * len(plan.members)))
     near_lows, near_highs = [], []
     for name, share, low, high in zip(plan.members, plan.shares, lows, highs, strict=True):

@@ -30,7 +30,7 @@ class StepMeasurement(NamedTuple):
 
 @dataclass(slots=True)
 class MemberProfile:
-    """Speed, limit and recent steps of one member.
+    """Speed and recent steps of one member.
 
     `fresh` means that its present speed is hardly known, so its share may change by any factor. `parked_at` is the
     step since which it has no share. `curve`, `expected` (samples, seconds) and `slack` are caches between windows.
@@ -39,7 +39,6 @@ class MemberProfile:
     speed: MemberSpeed = field(default_factory=MemberSpeed)
     drift: DriftDetector = field(default_factory=DriftDetector)
     recent: list[tuple[int, float]] = field(default_factory=list)
-    limit: int | None = None
     fresh: bool = True
     parked_at: int | None = None
     curve: CostCurve | None = None
@@ -89,7 +88,6 @@ class MemberProfile:
             "speed": self.speed.as_dict(),
             "drift": [self.drift.up, self.drift.down, self.drift.steps],
             "recent": [list(pair) for pair in self.recent],
-            "limit": self.limit,
             "fresh": self.fresh,
             "parked_at": self.parked_at,
         }
@@ -227,6 +225,6 @@ def _restored(values: dict[str, Any], common_ratio: float | None) -> MemberProfi
     up, down, steps = values["drift"]
     recent = [(int(samples), float(seconds)) for samples, seconds in values["recent"]]
     profile = MemberProfile(MemberSpeed.from_dict(values["speed"]), DriftDetector(up, down, steps), recent)
-    profile.limit, profile.fresh, profile.parked_at = values["limit"], values["fresh"], values["parked_at"]
+    profile.fresh, profile.parked_at = values["fresh"], values["parked_at"]
     profile.refit(common_ratio)
     return profile

@@ -35,7 +35,7 @@ class EqualShares:
 
 @dataclass(frozen=True, slots=True)
 class FixedShares:
-    """Shares in proportion to given weights; ranks beyond the list count as the last one."""
+    """Shares in proportion to given weights; positions beyond the list count as the last one."""
 
     weights: tuple[float, ...]
 
@@ -49,15 +49,13 @@ class FixedShares:
 
     def shares(self, size: int, ranks: int, catching_up: Collection[int] = ()) -> Shares:
         """Return one share for each rank, summing to `size`; ranks that are catching up get none."""
-        weights = _without(self.whole(ranks), catching_up)
+        weights = _without(whole_weights([self.weight_at(rank) for rank in range(ranks)]), catching_up)
         # All members with a weight may be catching up or gone; the batch must be computed all the same.
         return split(size, weights) if any(weights) else EqualShares().shares(size, ranks, catching_up)
 
-    def whole(self, ranks: int) -> list[int]:
-        """Return the weights of so many ranks, scaled to integers without rounding."""
-        exact = [Fraction(weight) for weight in self.weights]
-        scale = lcm(*(weight.denominator for weight in exact))
-        return [int(exact[min(rank, len(exact) - 1)] * scale) for rank in range(ranks)]
+    def weight_at(self, position: int) -> float:
+        """Return the weight at a position of the list; beyond its end, the last one."""
+        return self.weights[min(position, len(self.weights) - 1)]
 
 
 StaticShares = EqualShares | FixedShares
@@ -79,6 +77,13 @@ def parse(text: str) -> StaticShares:
         why="expected equal or fixed:WEIGHTS",
         do="pass equal, or for example fixed:3,1",
     )
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Return weights scaled to integers without rounding."""
+    exact = [Fraction(weight) for weight in weights]
+    scale = lcm(*(weight.denominator for weight in exact))
+    return [int(weight * scale) for weight in exact]
 
 
 def split(size: int, weights: Sequence[int]) -> Shares:

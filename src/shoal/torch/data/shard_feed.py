@@ -75,6 +75,12 @@ class ShardFeed(IndexedFeed):
         self.units = self.shard_range.stop - self.shard_range.start
         return micro_batches
 
+    def _limit_micro_batch(self, member: str) -> None:
+        """Do nothing: shards are the micro-batches."""
+
+    def _share_units(self, step: int) -> int:  # noqa: ARG002
+        return 0
+
     def _sizes(self, step: int, span: Span) -> tuple[int, ...]:
         return self._loader.sizes_of(step, span)
 

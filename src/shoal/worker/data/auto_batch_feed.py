@@ -35,14 +35,15 @@ class AutoFeed(IndexedFeed):
 
     def micro_batches(self, step: int, world: World, rank: int, catching_up: Collection[int]) -> list[MicroBatch]:
         """Return this member's share of a step; a lone member gets two micro-batches now and then, to measure noise."""
-        if world.size > 1 or step % LOOK_EVERY or self._loader.micro_batch_size is not None:
+        limit, half = self._loader.micro_batch_size, -(-self.global_batch_size(step) // 2)
+        if world.size > 1 or step % LOOK_EVERY or (limit is not None and limit <= half):
             return super().micro_batches(step, world, rank, catching_up)
         # The noise is measured by comparing gradients: a single micro-batch has nothing to be compared with.
-        self._loader.micro_batch_size = -(-self.global_batch_size(step) // 2)
+        self._loader.micro_batch_size = half
         try:
             return super().micro_batches(step, world, rank, catching_up)
         finally:
-            self._loader.micro_batch_size = None
+            self._loader.micro_batch_size = limit
 
     def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]:
         """Learn from the reports of a committed step; return changes of the shares and of the batch size."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from shoal.core import emulation
 from shoal.core.data.lanes import LaneLayout, advance
 from shoal.core.data.sample_order import Cursor, SampleOrder
 from shoal.core.shares import split as shares_split
@@ -119,9 +120,7 @@ class IndexedFeed:
         def predicted_span(later: int) -> tuple[int, int] | None:
             return None if self.ended(later) else self._span(later, members, rank, ())
 
-        if self._loader.micro_batch_size is None:
-            # What did not fit into this member's memory before a restart does not fit now.
-            self._loader.micro_batch_size = self.balancer.micro_batch_of(members[rank])
+        self._limit_micro_batch(members[rank])
         span = self._span(step, members, rank, catching_up)
         self.units = span[1] - span[0]
         placeholder = [MicroBatch(self._loader.placeholder_batch(step), 0)] if span[0] == span[1] else []
@@ -130,6 +129,13 @@ class IndexedFeed:
         if placeholder:
             return placeholder
         return [MicroBatch(b, n) for b, n in zip(batches, self._sizes(step, span), strict=True)]
+
+    def _limit_micro_batch(self, member: str) -> None:
+        """Compute no more samples at once than this member's maximum, or than what fitted before a restart."""
+        limits = [self._loader.micro_batch_size, self.balancer.settings.most_at_once(member)]
+        if limits[0] is None:
+            limits.append(self.balancer.micro_batch_of(member))
+        self._loader.micro_batch_size = min((limit for limit in limits if limit is not None), default=None)
 
     def read_span(self, step: int, start: int, stop: int) -> list[MicroBatch]:
         """Return the micro-batches of any span of a global batch; nothing is read ahead, the next span is unknown."""
@@ -143,7 +149,14 @@ class IndexedFeed:
     def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]:
         """Learn from the reports of a committed step; return what changes because of them."""
         steps_left = self._order.total_steps - step - 1
-        return _observe(self.balancer, step, world, reports, self.cursor(step).epoch, steps_left)
+        adjustments = _observe(self.balancer, step, world, reports, self.cursor(step).epoch, steps_left)
+        members = tuple(seat.member for seat in world.seats)
+        overruled = self.balancer.newly_overruled_bounds(self._share_units(step), members)
+        return adjustments + ([Adjustment(step, "bounds", {}, overruled)] if overruled else [])
+
+    def _share_units(self, step: int) -> int:
+        """Return what the shares of a step sum to; 0 if they are not counted in samples."""
+        return self._order.size_of(step)
 
     def start(self) -> None:
         """Start the readers."""
@@ -239,16 +252,23 @@ def make_balancer(
         min=settings.shares_min,
         max=settings.shares_max,
         mode=settings.shares_mode,
+        machines=settings.shares_machines,
+        emulation=emulation.parse(settings.emulate),
     )
     return ShareBalancer(rules, ahead, first_windows)
 
 
 def register_members(balancer: ShareBalancer, world: World) -> tuple[str, ...]:
-    """Return the members of a world; pass their agents' speed estimates to the balancer if all of them have one."""
-    if all(seat.speed for seat in world.seats):
-        for seat in world.seats:
-            balancer.set_speed_estimate(seat.member, seat.speed)
-    return tuple(seat.member for seat in world.seats)
+    """Return the members of a world; pass their speed estimates to the balancer if all of them have one.
+
+    What the user declared or emulates counts more than what their agents measured.
+    """
+    members = tuple(seat.member for seat in world.seats)
+    speeds = balancer.settings.speeds_of(members) or [seat.speed for seat in world.seats]
+    if all(speeds):
+        for member, speed in zip(members, speeds, strict=True):
+            balancer.set_speed_estimate(member, speed)
+    return members
 
 
 def _observe(

@@ -84,6 +84,7 @@ class RoundFeed(IndexedFeed):
     def micro_batches(self, step: int, world: World, rank: int, catching_up: Collection[int]) -> list[MicroBatch]:
         """Return this member's share of a round; each local batch is read when its first micro-batch is taken."""
         members = register_members(self.balancer, world)
+        self._limit_micro_batch(members[rank])
         start, stop = self._span(step, members, rank, catching_up)
         self._first += self._count if step != self._step else 0
         sizes = local_batches(stop - start, self._order.batch, world.size)
@@ -102,6 +103,9 @@ class RoundFeed(IndexedFeed):
             batches = [MicroBatch(self._loader.placeholder_batch(step), 0)]
             self._loader.look_ahead(self._first - 1, predict)
         return batches
+
+    def _share_units(self, step: int) -> int:  # noqa: ARG002
+        return 0
 
     def _read(self, number: int, predict: PredictRead) -> list[Batch]:
         began = time.perf_counter()

@@ -40,6 +40,7 @@ class CoordinatorClient:
         self.me = environment.member
         self.step: int | None = None
         self.world: World | None = None
+        self.min_members = 1
         self.status: Callable[[], dict[str, Any]] = dict
         self._changed = threading.Condition(threading.RLock())
         self._fingerprint = ""
@@ -221,7 +222,7 @@ class CoordinatorClient:
             self._changed.notify_all()
 
     def _on_welcome(self, message: messages.WelcomeMsg) -> None:
-        self._uplink.heartbeat_s = message.heartbeat_s
+        self._uplink.heartbeat_s, self.min_members = message.heartbeat_s, message.min_members
 
     def _on_rejected(self, message: RejectedMsg) -> None:
         self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)

@@ -55,6 +55,7 @@ class StandaloneSession:
     size = 1
     broken = False
     is_writer = True
+    min_members = 1
     flags = 0
     reason = ""
     environment: MemberEnvironment | None = None

@@ -49,7 +49,7 @@ from typing import Any
 from shoal.core import step_report
 from shoal.core.batch.auto_batch import AutoBatch
 from shoal.core.world import World
-from shoal.errors import MembersDiverged
+from shoal.errors import MembersDiverged, SharesOutOfBounds
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import GatherWork
 from shoal.worker.data.feed import Feed, IndexedFeed
@@ -131,6 +131,7 @@ class Loop(ABC):
         self._training_state.zero_buffers, self._training_state.is_last_step = self._zero_buffers, self._is_last_step
         feed.start()
         session.begin(identity, self._training_state, on_cpu=on_cpu)
+        feed.balancer.min_members = session.min_members
         over = False
         self.looping = True
         try:
@@ -323,6 +324,8 @@ class Loop(ABC):
         self.metrics.update(current.metrics)
         self.timer.commit(current, self._session.rank, self.feed.balancer, time.monotonic())
         for adjustment in adjustments:
+            if adjustment.what == "bounds" and self._session.is_writer:
+                sys.stderr.write(f"shoal: warning[{SharesOutOfBounds.code}] {adjustment.reason}\n")
             self._session.report_adjustment(
                 adjustment.step,
                 adjustment.what,

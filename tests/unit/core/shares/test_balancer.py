@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal.core.shares.balancer import ShareBalancer, ShareChange, ShareSettings, StepMeasurement, parse
-from shoal.errors import BadPlan
 
 AHEAD = 2
 SETTLING_STEPS = 100
@@ -87,10 +86,10 @@ def test_fixed_shares_respect_min_and_max() -> None:
     assert ShareBalancer(parse("fixed:9,1", min=0.25)).shares(0, 256, ["a", "b"]) == (192, 64)
 
 
-def test_max_in_samples_always_holds_and_a_fraction_gives_way() -> None:
+def test_max_gives_way_when_too_few_members_are_left_for_the_batch() -> None:
     assert ShareBalancer(parse("equal", max=0.5)).shares(0, 256, ["a"]) == (256,)
-    with pytest.raises(BadPlan, match="256 does not fit"):
-        ShareBalancer(parse("equal", max=100)).shares(0, 256, ["a", "b"])
+    assert ShareBalancer(parse("equal", max=100)).shares(0, 256, ["a", "b", "c"]) == (86, 85, 85)
+    assert ShareBalancer(parse("equal", max=100)).shares(0, 256, ["a", "b"]) == (128, 128)
 
 
 # --- before any measurement
@@ -293,19 +292,34 @@ def test_min_and_max_bound_every_share() -> None:
     assert Simulation([20, 1], settings=parse("model", max=160)).run(60).shares == (160, 96)
 
 
-def test_limit_holds_from_the_next_step_on() -> None:
-    run = Simulation([4, 1]).run(30)
-    run.balancer.set_limit("lab/0", 100)
+def test_declared_maximum_holds_for_its_machine() -> None:
+    run = Simulation([4, 1], settings=parse("model", machines="lab/0 max=100"))
     assert run.run(1).shares == (100, 156)
     assert run.run(60).shares == (100, 156)
 
 
-def test_limits_below_the_batch_are_refused() -> None:
-    balancer = ShareBalancer()
-    balancer.set_limit("a", 100)
-    balancer.set_limit("b", 100)
-    with pytest.raises(BadPlan, match="256 does not fit"):
-        balancer.shares(0, 256, ["a", "b"])
+def test_maxima_below_the_batch_give_way_in_proportion() -> None:
+    balancer = ShareBalancer(parse("equal", machines="a max=40, b max=120"))
+    assert balancer.shares(0, 256, ["a", "b"]) == (64, 192)
+
+
+def test_bounds_that_cannot_be_kept_are_said_once() -> None:
+    balancer = ShareBalancer(parse("equal", max=20, min=16))
+    balancer.min_members = 2
+
+    def said(step: int, members: list[str], size: int = 64) -> str:
+        shares = balancer.shares(step, size, members)
+        balancer.observe(step, members, [StepMeasurement(share, share * 0.1) for share in shares])
+        return balancer.newly_overruled_bounds(size, members)
+
+    assert said(0, list("abcd")) == (
+        "with fewer than 4 members (MIN is 2) shares will exceed shares.max=20, in micro-batches that do not"
+    )
+    assert said(1, list("abcd")) == ""
+    assert said(2, list("abcd"), size=8) == "", "the short last batch of an epoch"
+    assert said(3, list("abc")).startswith("the largest shares of 3 members sum to 60 of 64 samples")
+    assert said(4, list("abc")) == ""
+    assert said(5, list("abcde")).endswith("shares.min=16 of 5 members exceeds the batch of 64: shares are smaller")
 
 
 def test_micro_batches_are_part_of_the_cost() -> None:

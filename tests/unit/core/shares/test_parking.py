@@ -28,12 +28,6 @@ def test_expensive_probe_waits_until_its_cost_is_spread() -> None:
     assert due_probe(speeds, plan, 1100) == "parked"
 
 
-def test_member_without_memory_is_never_probed() -> None:
-    speeds, plan = parked_table(1.0)
-    speeds.profile("parked").limit = 0
-    assert due_probe(speeds, plan, 10_000) is None
-
-
 def test_probe_takes_samples_from_the_largest_share() -> None:
     plan = SharePlan(0, 10, ("a", "b", "c"), (4, 6, 0))
     assert with_probe(plan, "c", 2) == (4, 4, 2)

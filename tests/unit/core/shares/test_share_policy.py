@@ -28,10 +28,9 @@ def table(*sample_s: float, samples: int = 32) -> SpeedTable:
 
 
 def test_memory_limit_takes_precedence_over_min() -> None:
-    speeds = table(1.0, 1.0)
-    speeds.profile("b").limit = 4
-    assert share_bounds(parse("model", min=8), speeds, 64, MEMBERS) == ([8, 4], [64, 4])
-    assert share_bounds(parse("model", min=8), speeds, 64, MEMBERS, catching_up=(0,)) == ([0, 4], [0, 4])
+    settings = parse("model", min=8, machines="b max=4")
+    assert share_bounds(settings, 64, MEMBERS) == ([8, 4], [64, 4])
+    assert share_bounds(settings, 64, MEMBERS, catching_up=(0,)) == ([0, 4], [0, 64])
 
 
 def test_initial_shares_follow_measured_speeds() -> None:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+from shoal.core import emulation
 from shoal.core.data.lanes import LaneLayout
 from shoal.core.data.sample_order import SampleOrder
-from shoal.core.shares.balancer import ShareBalancer
+from shoal.core.shares.balancer import ShareBalancer, parse
 from shoal.core.step_report import StepReport
 from shoal.core.world import Address, Seat, World
 from shoal.worker.data.feed import IndexedFeed, StreamFeed
@@ -45,6 +46,20 @@ def test_rank_that_catches_up_gets_a_placeholder_and_the_others_its_share() -> N
     shares = [feed.micro_batches(0, world(2), rank, (1,)) for rank, feed in enumerate(feeds)]
     assert [[m.samples for m in share] for share in shares] == [[8], [0]]
     assert shares[1][0].take()  # something to run the model on, with weight 0
+
+
+def test_share_above_its_maximum_is_computed_in_micro_batches() -> None:
+    feed = indexed(40, 20)
+    feed.balancer.settings = parse("equal", max=8, machines="local/1 max=4")
+    shares = [feed.micro_batches(0, world(2), rank, ()) for rank in range(2)]
+    assert [[m.samples for m in share] for share in shares] == [[7, 6], [4, 3]]
+
+
+def test_first_split_follows_emulated_machines() -> None:
+    feed = indexed(40, 20)
+    feed.balancer.settings = parse("model", emulation=emulation.parse("1,0.25"))
+    shares = [feed.micro_batches(0, world(2), rank, ()) for rank in range(2)]
+    assert [[m.samples for m in share] for share in shares] == [[16], [4]]
 
 
 def test_halved_micro_batch_stays_above_one_sample() -> None:

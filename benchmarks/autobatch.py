@@ -115,7 +115,7 @@ class Side:
         while not self.arrived:
             size, ids = order.size_of(self.steps), torch.from_numpy(order.ids(self.steps, 0, order.size_of(self.steps)))
             began = time.thread_time()
-            optimizer.param_groups[0]["lr"] = rate * auto.lr_gain_at(self.steps)
+            optimizer.param_groups[0]["lr"] = rate * auto.lr_gain_at(self.steps, size)
             shares = shares_split.split(size, PIECES)
             squares, total_sq = self._gradients(shares, [tensor[ids] for tensor in data], optimizer)
             optimizer.step()
@@ -123,7 +123,7 @@ class Side:
             self.taken_s += took_s
             costs.add(size, took_s)
             noise.observe(shares, squares, total_sq)
-            decision = auto.on_commit(self.steps, noise, costs.model(), costs_known=costs.sure)
+            decision = auto.on_commit(self.steps, size, noise, costs.model(), costs_known=costs.sure)
             if decision is not None:
                 self.decisions.append(decision)
                 order = order.change_size(decision.step, decision.size)

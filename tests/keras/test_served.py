@@ -229,7 +229,8 @@ def test_shards_step_independently_and_can_be_transferred_within_a_batch(which: 
             model = (first, second)[chosen]
             by_id = {id(v): array for v, array in zip(model.trainable_variables, arrays, strict=True)}
             header, body = encode_push(layouts[chosen], part, by_id, [], (float(samples), number // 2, None))
-            stores[chosen].apply(part, header, samples, memoryview(b"".join(array.tobytes() for array in body)))
+            data = memoryview(b"".join(array.tobytes() for array in body))
+            stores[chosen].apply(part, header, samples, 0.5, data)
         assert stores[1].version(part) == steps
     for actual, expected in zip(second.trainable_variables, plain.trainable_variables, strict=True):
         actual, expected = keras.ops.convert_to_numpy(actual), keras.ops.convert_to_numpy(expected)

@@ -41,7 +41,9 @@ def test_equal_figures_give_equal_decisions_within_the_bounds(
         for auto, noise in zip(autos, noises, strict=True):
             noise.observe((3, 5), (first, second), total_sq)
             decisions.append(
-                auto.on_commit(step, noise, lambda size: fixed_s + sample_s * size, costs_known=sure, cap=cap)
+                auto.on_commit(
+                    step, auto.size_at(step), noise, lambda size: fixed_s + sample_s * size, costs_known=sure, cap=cap
+                )
             )
         assert decisions[0] == decisions[1]
         if decisions[0] is not None:

@@ -40,7 +40,7 @@ class CountingStore:
         if len(body):
             raise rpc.MalformedFrame("a push has no body here")
 
-    def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
+    def apply(self, part: int, how: bytes, samples: int, fraction: float, body: memoryview) -> None:
         self.sums[part] = self.sums[part] + samples
 
     def version(self, part: int) -> int:

@@ -70,9 +70,18 @@ class AutoBatch:
         pending = self._pending
         return pending.size if pending is not None and step >= pending.step else self._state.size
 
-    def lr_gain_at(self, step: int) -> float:
-        """Return the factor on the learning rate in a step."""
-        return lr_gain(self.scaling, self.size_at(step), self.base, self._state.scale or 0.0)
+    def lr_gain_at(self, step: int, samples: int) -> float:
+        """Return the factor on the learning rate in a step with so many samples."""
+        return lr_gain(self.scaling, self._size_of(step, samples), self.base, self._state.scale or 0.0)
+
+    def _size_of(self, step: int, samples: int) -> int:
+        """Return the size that counts for a step: what it has, if fewer samples were left in its epoch.
+
+        While the batch is that of the script, the short last step of an epoch counts as a whole one, as it does
+        without an automatic batch.
+        """
+        size = self.size_at(step)
+        return size if size == self.base else min(size, samples)
 
     @property
     def progress(self) -> float:
@@ -82,6 +91,7 @@ class AutoBatch:
     def on_commit(
         self,
         step: int,
+        samples: int,
         noise: GradientNoise,
         step_seconds: StepSeconds,
         *,
@@ -90,13 +100,13 @@ class AutoBatch:
         cost_s: float = 0.0,
         left_s: float = inf,
     ) -> BatchChange | None:
-        """Record a committed step; return the change of the batch that it leads to, if any.
+        """Record a committed step with so many samples; return the change of the batch that it leads to, if any.
 
         `costs_known` is False until members have been measured at two sizes. `cap` is what fits into the memory of
         all members together. A change costs `cost_s` of the `left_s` seconds that are left.
         """
         state = self._state
-        state.progress += progress(self.scaling, self.size_at(step), self.base, state.scale or 0.0)
+        state.progress += progress(self.scaling, self._size_of(step, samples), self.base, state.scale or 0.0)
         if self._pending is not None and step + 1 >= self._pending.step:
             state.size, self._pending = self._pending.size, None
         scale = noise.scale

@@ -27,7 +27,7 @@ FACTS = ("speed", "share", "max")
 
 
 @dataclass(frozen=True, slots=True)
-class DeclaredMachine:
+class KnownMachine:
     """Declared facts about the members that `pattern` names; None for what is not declared."""
 
     pattern: str
@@ -41,19 +41,19 @@ class DeclaredMachine:
         return fnmatchcase(name, self.pattern)
 
 
-UNKNOWN_MACHINE = DeclaredMachine("*")
+UNKNOWN_MACHINE = KnownMachine("*")
 
 
-def facts_of(member: str, machines: Sequence[DeclaredMachine]) -> DeclaredMachine:
+def facts_of(member: str, machines: Sequence[KnownMachine]) -> KnownMachine:
     """Return what is declared of a member: the first entry that fits it."""
     return next((machine for machine in machines if machine.fits(member)), UNKNOWN_MACHINE)
 
 
-def parse(text: str) -> tuple[DeclaredMachine, ...]:
+def parse(text: str) -> tuple[KnownMachine, ...]:
     """Return the entries of a setting, none for an empty one; raise BadPlan if it is malformed.
 
     >>> parse("spot-* speed=0.5 max=32")
-    (DeclaredMachine(pattern='spot-*', speed=0.5, share=None, max=32),)
+    (KnownMachine(pattern='spot-*', speed=0.5, share=None, max=32),)
     """
     return tuple(_machine(part.split(), text) for part in text.split(",")) if text.strip() else ()
 
@@ -74,7 +74,7 @@ def positions(members: Sequence[str]) -> list[int]:
     return [names.index(member) for member in members]
 
 
-def _machine(words: list[str], text: str) -> DeclaredMachine:
+def _machine(words: list[str], text: str) -> KnownMachine:
     if len(words) < 2 or "=" in words[0]:
         raise _bad(text, "every entry is a name or a pattern, and then speed=, share= or max=")
     values: dict[str, float] = {}
@@ -84,7 +84,7 @@ def _machine(words: list[str], text: str) -> DeclaredMachine:
             raise _bad(text, f"{word!r} is not one of speed=, share= and max=, or is given twice")
         values[name] = _number(name, value, text)
     most = values.get("max")
-    return DeclaredMachine(words[0], values.get("speed"), values.get("share"), None if most is None else int(most))
+    return KnownMachine(words[0], values.get("speed"), values.get("share"), None if most is None else int(most))
 
 
 def _number(name: str, value: str, text: str) -> float:

@@ -9,7 +9,7 @@ from math import ceil, isfinite
 from shoal.core.emulation import Emulation, member_number
 from shoal.core.shares import machines as machine_facts
 from shoal.core.shares import split
-from shoal.core.shares.machines import DeclaredMachine
+from shoal.core.shares.machines import KnownMachine
 from shoal.errors import BadPlan
 
 POLICIES = ("model", "ratio", "equal", "fixed")
@@ -37,7 +37,7 @@ class ShareSettings:
     min: float = 0.0
     max: float = 1.0
     mode: str = "continuous"
-    machines: tuple[DeclaredMachine, ...] = ()
+    machines: tuple[KnownMachine, ...] = ()
     emulation: Emulation | None = None
 
     def __post_init__(self) -> None:

@@ -333,7 +333,7 @@ class KerasTrainer(Loop, TrainFunction):
     @contextmanager
     def _scaled_learning_rate(self, current: Step) -> Iterator[None]:
         """Multiply the learning rate by the gain of this step's batch over the configured one, inside the block."""
-        gain = self.auto.lr_gain_at(current.number) if self.auto is not None else 1.0
+        gain = self.auto.lr_gain_at(current.number, current.global_batch_size) if self.auto is not None else 1.0
         if gain == 1.0:
             yield
             return

@@ -188,7 +188,7 @@ class KerasShardStore:
         variables = [variable for variable, is_present in trained if is_present]
         return [self.layout.like(v) for v in (*variables, *self.layout.layer_state_of(part))]
 
-    def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
+    def apply(self, part: int, how: bytes, samples: int, fraction: float, body: memoryview) -> None:
         header = msgspec.msgpack.decode(how, type=KerasPushHeader)
         with self._lock:
             shard, state_variables = self._shards[part], self.layout.layer_state_of(part)
@@ -197,7 +197,6 @@ class KerasShardStore:
             arrays = split_arrays(body, likes)
             for index, gradient in zip(indices, arrays[: len(indices)], strict=True):
                 shard.add(index, gradient, header.weight)
-            fraction = min(1.0, samples / self._order.size_of(header.step))
             for variable, pushed in zip(state_variables, arrays[len(indices) :], strict=True):
                 variable.assign(_blended(self._backend.read(variable), pushed, fraction))
             shard.weight += header.weight

@@ -392,9 +392,10 @@ class TorchTrainer(Loop):
 
     def _step_with_gain(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:
         """Step with the learning rate scaled to the automatic batch, if there is one."""
-        if self.auto is None or self.current is None:
+        current = self.current
+        if self.auto is None or current is None:
             return real()
-        with ScaledLearningRate(optimizer, self.auto.lr_gain_at(self.current.number)):
+        with ScaledLearningRate(optimizer, self.auto.lr_gain_at(current.number, current.global_batch_size)):
             return real()
 
     def apply_scaled(self, optimizer: torch.optim.Optimizer, real: Callable[[], Any]) -> Any:

@@ -119,7 +119,7 @@ class TorchShardStore:
         with_gradient = [p for p, present in zip(parameters, header.present, strict=True) if present]
         _check_size(body, [*with_gradient, *self.layout.buffers_of(part)])
 
-    def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
+    def apply(self, part: int, how: bytes, samples: int, fraction: float, body: memoryview) -> None:
         """Add the gradient of a ticket to the shard; step if it completes a global batch."""
         header = msgspec.msgpack.decode(how, type=TorchPushHeader)
         parameters, buffers = self.layout.parts[part], self.layout.buffers_of(part)
@@ -130,7 +130,6 @@ class TorchShardStore:
             for index, present in enumerate(header.present):
                 if present:
                     _add(shard, index, next(tensors), header.weight)
-            fraction = min(1.0, samples / self._order.size)
             for buffer, pushed in zip(buffers, tensors, strict=True):
                 _blend(buffer, pushed, fraction)
             shard.weight += header.weight

@@ -65,7 +65,8 @@ class AutoFeed(IndexedFeed):
         steps_left = self._order.total_steps - step - 1
         costs_known = self.balancer.knows_fixed_costs(members)
         left_s = steps_left * step_seconds(self._order.nominal_size(step)) if costs_known else 0.0
-        change = self.auto.on_commit(step, self._noise, step_seconds, costs_known=costs_known, left_s=left_s)
+        samples = self._order.size_of(step)
+        change = self.auto.on_commit(step, samples, self._noise, step_seconds, costs_known=costs_known, left_s=left_s)
         if change is None or change.step >= self._order.total_steps:
             return None
         self._use(self._order.change_size(change.step, change.size))

@@ -30,8 +30,11 @@ T = TypeVar("T")
 class ShardStore(Protocol):
     """A framework's side of a server: parameters by part, and the optimizers that change them."""
 
-    def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
-        """Apply the gradient of a ticket; `how` is the framework's description of the bytes in `body`."""
+    def apply(self, part: int, how: bytes, samples: int, fraction: float, body: memoryview) -> None:
+        """Apply the gradient of a ticket; `how` is the framework's description of the bytes in `body`.
+
+        Running statistics cannot be summed: they move by `fraction` towards those of the trainer.
+        """
 
     def check(self, part: int, how: bytes, body: memoryview) -> None:
         """Raise MalformedFrame if these are not the description and the bytes of a gradient of this part."""
@@ -111,10 +114,14 @@ class ParameterShard(ReplicatedPart):
     `applied` are the keys of the tickets that could still be pushed again; all tickets of steps before `settled` are
     finished and need no entry. `floor` is the slowest clock that the staleness bound ever counted on. A gradient below
     it is too old: the ledger no longer waits for the trainer that computed it.
+
+    A ticket is a fraction of its own global batch, which may be the short last one of an epoch: so every batch moves
+    running statistics once, as a step without servers does.
     """
 
-    def __init__(self, number: int, generation: int, store: ShardStore) -> None:
+    def __init__(self, number: int, generation: int, store: ShardStore, sizes: BatchSizes) -> None:
         super().__init__(number, generation)
+        self._sizes = sizes
         self.applied: set[tuple[int, int]] = set()
         self.settled = 0
         self.floor = 0
@@ -133,7 +140,9 @@ class ParameterShard(ReplicatedPart):
     def apply(self, update: bytes, body: memoryview) -> None:
         push = msgspec.msgpack.decode(update, type=PushGradients)
         with self.memory:
-            self._store.apply(self.number, push.layout, push.ticket.samples, body)
+            samples = push.ticket.samples
+            fraction = samples / self._sizes.size_of(push.ticket.step)
+            self._store.apply(self.number, push.layout, samples, fraction, body)
             self.applied.add(push.ticket.key)
             self.floor = max(self.floor, push.low)
             if push.settled > self.settled:

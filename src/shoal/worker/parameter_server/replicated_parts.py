@@ -89,7 +89,7 @@ class ReplicatedParts:
             return LedgerPart(number, generation, self._initial_ledger, self._sizes)
         if number not in self._restored:
             self._store.reset(number)
-        return ParameterShard(number, generation, self._store)
+        return ParameterShard(number, generation, self._store, self._sizes)
 
     def _update_replicas(self, part: ReplicatedPart, assignment: PartAssignment, placement: Placement) -> None:
         """Replicate to the assigned backup and learner only, and release the part if it is to be handed off."""

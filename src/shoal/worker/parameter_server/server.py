@@ -311,7 +311,7 @@ class ParameterServer(ReplicatedParts):
         if call.part == LEDGER:
             part = LedgerPart(call.part, call.generation, self._initial_ledger, self._sizes)
         else:
-            part = ParameterShard(call.part, call.generation, self._store)
+            part = ParameterShard(call.part, call.generation, self._store, self._sizes)
         buffers = rpc.split_body(body, call.sizes)
         try:
             part.install(call.meta, buffers)

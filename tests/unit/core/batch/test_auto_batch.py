@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shoal.core.batch.auto_batch import AutoBatch, BatchChange
+from shoal.core.batch.goodput import lr_gain, progress
 from shoal.core.batch.gradient_noise import GradientNoise
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import BadSize
@@ -30,7 +31,7 @@ def noise_of(scale: float, times: int = 20) -> GradientNoise:
 def run_steps(
     auto: AutoBatch, noise: GradientNoise, seconds: Callable[[int], float], steps: range
 ) -> list[BatchChange]:
-    return [d for step in steps if (d := auto.on_commit(step, noise, seconds)) is not None]
+    return [d for step in steps if (d := auto.on_commit(step, auto.size_at(step), noise, seconds)) is not None]
 
 
 # --- the best batch
@@ -54,7 +55,7 @@ def test_batch_climbs_to_the_best_size_and_stays() -> None:
 
 def test_change_holds_after_the_steps_read_ahead() -> None:
     auto = AutoBatch(32, (16, 4096), ahead=5)
-    seen = ((step, auto.on_commit(step, noise_of(1000.0), cost(0.1, 0.001))) for step in range(40))
+    seen = ((step, auto.on_commit(step, auto.size_at(step), noise_of(1000.0), cost(0.1, 0.001))) for step in range(40))
     step, decision = next((step, decision) for step, decision in seen if decision is not None)
     assert decision.step == step + 6
     assert (auto.size_at(decision.step - 1), auto.size_at(decision.step)) == (32, decision.size)
@@ -77,7 +78,9 @@ def test_noisy_scale_does_not_make_the_batch_oscillate() -> None:
     chance = np.random.default_rng(3)
     auto = AutoBatch(320, (16, 4096), every=1)
     changes = [
-        auto.on_commit(step, noise_of(1000.0 * float(chance.lognormal(0, 0.3)), times=12), cost(0.1, 0.001))
+        auto.on_commit(
+            step, auto.size_at(step), noise_of(1000.0 * float(chance.lognormal(0, 0.3)), times=12), cost(0.1, 0.001)
+        )
         for step in range(200)
     ]
     assert sum(decision is not None for decision in changes) <= 2
@@ -95,10 +98,13 @@ def test_floor_of_the_scale_lets_the_batch_grow_but_not_shrink() -> None:
 
 def test_unknown_costs_are_probed_with_another_size() -> None:
     auto = AutoBatch(64, (16, 4096))
-    probe = auto.on_commit(50, noise_of(1000.0), cost(0.0, 0.001), costs_known=False)
+    probe = auto.on_commit(50, auto.size_at(50), noise_of(1000.0), cost(0.0, 0.001), costs_known=False)
     assert probe is not None
     assert (probe.size, probe.step) == (128, 53)
-    changes = [auto.on_commit(step, noise_of(1000.0), cost(0.0, 0.001), costs_known=False) for step in range(51, 300)]
+    changes = [
+        auto.on_commit(step, auto.size_at(step), noise_of(1000.0), cost(0.0, 0.001), costs_known=False)
+        for step in range(51, 300)
+    ]
     assert sum(decision is not None for decision in changes) == 1
 
 
@@ -106,21 +112,21 @@ def test_unknown_costs_are_probed_with_another_size() -> None:
     ("scale", "bounds", "size"), [(10.0, (16, 4096), 32), (10.0, (64, 96), 96), (99.0, (32, 64), 32)]
 )
 def test_probe_prefers_the_direction_of_the_noise_scale(scale: float, bounds: tuple[int, int], size: int) -> None:
-    probe = AutoBatch(64, bounds).on_commit(50, noise_of(scale), cost(0.0, 0.001), costs_known=False)
+    probe = AutoBatch(64, bounds).on_commit(50, 64, noise_of(scale), cost(0.0, 0.001), costs_known=False)
     assert probe is not None
     assert probe.size == size
 
 
 def test_equal_bounds_allow_no_probe() -> None:
-    assert AutoBatch(64, (64, 64)).on_commit(50, noise_of(9.0), cost(0.0, 0.001), costs_known=False) is None
+    assert AutoBatch(64, (64, 64)).on_commit(50, 64, noise_of(9.0), cost(0.0, 0.001), costs_known=False) is None
 
 
 def test_cap_below_the_batch_shrinks_it_at_once_down_to_the_bound() -> None:
     auto = AutoBatch(512, (64, 4096))
-    decision = auto.on_commit(50, noise_of(1e5), cost(0.1, 0.0), cap=256)
+    decision = auto.on_commit(50, auto.size_at(50), noise_of(1e5), cost(0.1, 0.0), cap=256)
     assert decision is not None
     assert decision.size == 256
-    low = AutoBatch(512, (64, 4096)).on_commit(50, noise_of(1e5), cost(0.1, 0.0), cap=1)
+    low = AutoBatch(512, (64, 4096)).on_commit(50, 512, noise_of(1e5), cost(0.1, 0.0), cap=1)
     assert low is not None
     assert low.size == 64
 
@@ -178,10 +184,10 @@ class Bowl:
             sigma = np.sqrt(self.variance / self.width / shares)[:, None]
             gradients = curvature * place + sigma * chance.normal(size=(4, self.width))
             whole = shares @ gradients / shares.sum()
-            place = place - self.rate * auto.lr_gain_at(step) * whole
+            place = place - self.rate * auto.lr_gain_at(step, auto.size_at(step)) * whole
             taken_s += self.seconds(order.size_of(step))
             noise.observe(shares.tolist(), (gradients**2).sum(axis=1).tolist(), float(whole @ whole))
-            decision = auto.on_commit(step, noise, self.seconds)
+            decision = auto.on_commit(step, auto.size_at(step), noise, self.seconds)
             if decision is not None:
                 order = order.change_size(decision.step, decision.size)
             if (curvature * place**2).sum() < self.fall * start:
@@ -206,3 +212,20 @@ class Bowl:
 )
 def test_auto_batch_is_within_ten_percent_of_the_best_fixed_batch(bowl: Bowl) -> None:
     assert bowl.train(None) <= 1.10 * min(bowl.sweep())
+
+
+def test_short_last_batch_has_the_gain_and_the_progress_of_its_own_size() -> None:
+    auto = AutoBatch(32, (32, 256))
+    auto.load_state_dict(auto.state_dict() | {"size": 256, "scale": 100.0})
+    assert auto.lr_gain_at(0, 256) == lr_gain("adascale", 256, 32, 100.0) > 2
+    assert auto.lr_gain_at(0, 55) == lr_gain("adascale", 55, 32, 100.0)
+    assert auto.lr_gain_at(0, 1) < 0.1
+    auto.on_commit(0, 55, noise_of(100.0), cost(0.1, 0.001))
+    assert auto.progress == progress("adascale", 55, 32, 100.0)
+
+
+def test_short_last_batch_of_the_script_s_own_size_is_a_step_as_without_auto() -> None:
+    auto = AutoBatch(32, (32, 256))
+    assert auto.lr_gain_at(0, 5) == 1.0
+    auto.on_commit(0, 5, noise_of(100.0), cost(0.1, 0.001))
+    assert auto.progress == 1.0

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.core import emulation
 from shoal.core.shares.balancer import ShareBalancer
-from shoal.core.shares.machines import DeclaredMachine, facts_of, parse, positions
+from shoal.core.shares.machines import KnownMachine, facts_of, parse, positions
 from shoal.core.shares.settings import parse as parse_settings
 from shoal.errors import BadPlan
 
@@ -16,14 +16,14 @@ MACHINES = parse("lab-1/1 max=8, lab-1 speed=4 max=256, spot-* speed=0.5 share=2
 @pytest.mark.parametrize(
     ("member", "expected"),
     [
-        ("lab-1/0", DeclaredMachine("lab-1", 4.0, None, 256)),
-        ("lab-1/1", DeclaredMachine("lab-1/1", None, None, 8)),
-        ("spot-12/0", DeclaredMachine("spot-*", 0.5, 2.0, None)),
-        ("lab-10/0", DeclaredMachine("*")),
-        ("spot/0", DeclaredMachine("*")),
+        ("lab-1/0", KnownMachine("lab-1", 4.0, None, 256)),
+        ("lab-1/1", KnownMachine("lab-1/1", None, None, 8)),
+        ("spot-12/0", KnownMachine("spot-*", 0.5, 2.0, None)),
+        ("lab-10/0", KnownMachine("*")),
+        ("spot/0", KnownMachine("*")),
     ],
 )
-def test_first_pattern_that_fits_counts(member: str, expected: DeclaredMachine) -> None:
+def test_first_pattern_that_fits_counts(member: str, expected: KnownMachine) -> None:
     assert facts_of(member, MACHINES) == expected
 
 

@@ -59,7 +59,7 @@ class Pair:
     def push(self, weight: int, schedule_unit: int = 0, parts: tuple[int, ...] | None = None) -> None:
         for part in parts or tuple(self.layout.parts):
             header, body = as_push(self.layout, part, weight, schedule_unit)
-            self.store.apply(part, header, weight, body)
+            self.store.apply(part, header, weight, weight / ORDER.size, body)
 
     def pull(self) -> None:
         for part in self.layout.parts:
@@ -156,7 +156,7 @@ def test_copy_of_a_shard_continues_like_the_original_in_mid_batch() -> None:
     for part in pair.layout.parts:
         header, body = as_push(pair.layout, part, 5, PER_STEP)
         for store in (pair.store, other.store):
-            store.apply(part, header, 5, body)
+            store.apply(part, header, 5, 5 / 8, body)
     pair.pull()
     other.pull()
     assert same(pair.model.state_dict(), other.model.state_dict())
@@ -197,7 +197,7 @@ def test_optimizer_that_needs_the_whole_model_is_named() -> None:
     compute(pair.model, *batch(0))
     header, body = as_push(pair.layout, 1, 8, 0)
     with pytest.raises(UnsupportedWithServers, match="Whole cannot step with a part of the model"):
-        store.apply(1, header, 8, body)
+        store.apply(1, header, 8, 1.0, body)
 
 
 def test_running_statistics_move_by_the_fraction_of_the_batch() -> None:

@@ -13,18 +13,22 @@ from shoal.core.parameter_server.ticket_ledger import Ticket, TicketGranted, Tic
 from shoal.worker.parameter_server.parts import LedgerPart, LedgerUpdate, ParameterShard, shard_header
 from shoal.worker.parameter_server.rpc import MalformedFrame, PushGradients
 
+ORDER = SampleOrder(samples=36, size=8, epochs=2)
+
 
 class SumStore:
     """A shard store whose parameter is the sum of all gradients."""
 
     def __init__(self) -> None:
         self.value, self.changes = np.zeros(1), 0
+        self.fractions: list[float] = []
 
     def check(self, part: int, how: bytes, body: memoryview) -> None:
         if len(body) != 8:
             raise MalformedFrame("expected one number")
 
-    def apply(self, part: int, how: bytes, samples: int, body: memoryview) -> None:
+    def apply(self, part: int, how: bytes, samples: int, fraction: float, body: memoryview) -> None:
+        self.fractions.append(fraction)
         self.value, self.changes = self.value + np.frombuffer(body, np.float64), self.changes + 1
 
     def version(self, part: int) -> int:
@@ -49,7 +53,7 @@ def push(shard: ParameterShard, step: int, start: int = 0, *, low: int = 0, sett
 
 
 def test_shard_knows_its_tickets_even_after_it_dropped_settled_ones() -> None:
-    shard = ParameterShard(1, 1, SumStore())
+    shard = ParameterShard(1, 1, SumStore(), ORDER)
     for step in range(4):
         push(shard, step, settled=max(0, step - 1))
     assert shard.version == 4
@@ -58,8 +62,17 @@ def test_shard_knows_its_tickets_even_after_it_dropped_settled_ones() -> None:
     assert shard.applied == {(2, 0), (3, 0)}, "tickets of settled steps are kept for ever"
 
 
+def test_statistics_move_by_the_ticket_s_part_of_its_own_batch() -> None:
+    store = SumStore()
+    shard = ParameterShard(1, 1, store, ORDER)
+    push(shard, 0)
+    push(shard, 4)
+    assert ORDER.size_of(4) == 4, "the short last batch of the epoch"
+    assert store.fractions == [0.5, 1.0]
+
+
 def test_copy_of_a_shard_has_its_values_and_its_tickets() -> None:
-    shard, copy = ParameterShard(1, 1, SumStore()), ParameterShard(1, 1, SumStore())
+    shard, copy = ParameterShard(1, 1, SumStore(), ORDER), ParameterShard(1, 1, SumStore(), ORDER)
     push(shard, 5, low=3, settled=5)
     meta, buffers = shard.capture()
     copy.install(meta, buffers)
@@ -70,7 +83,7 @@ def test_copy_of_a_shard_has_its_values_and_its_tickets() -> None:
 
 
 def test_parameters_are_read_only_if_they_changed() -> None:
-    shard = ParameterShard(1, 1, SumStore())
+    shard = ParameterShard(1, 1, SumStore(), ORDER)
     push(shard, 0)
     version, buffers = shard.read(0)
     assert (version, len(buffers)) == (1, 1)
@@ -78,8 +91,7 @@ def test_parameters_are_read_only_if_they_changed() -> None:
 
 
 def test_copies_of_the_ledger_agree_after_the_same_updates() -> None:
-    order = SampleOrder(samples=32, size=8)
-    ledger, copy = (LedgerPart(0, 1, TicketLedger(1), order) for _ in range(2))
+    ledger, copy = (LedgerPart(0, 1, TicketLedger(1), ORDER) for _ in range(2))
     update = LedgerUpdate("t", "1", wants=True)
     _, outcome = ledger.outcome(update)
     assert isinstance(outcome, TicketGranted)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.core.data.sample_order import SampleOrder
 from shoal.core.placement import LEDGER
 from shoal.errors import StateMalformed
 from shoal.settings import RunSettings
@@ -31,7 +32,7 @@ class BytesStore:
 
 
 def shard(number: int) -> tuple[bytes, list[Any]]:
-    return ParameterShard(number, 1, BytesStore()).capture()  # type: ignore[arg-type]
+    return ParameterShard(number, 1, BytesStore(), SampleOrder(8, 8)).capture()  # type: ignore[arg-type]
 
 
 PARTS = {LEDGER: (b"ledger", []), 1: shard(1), 2: shard(2)}

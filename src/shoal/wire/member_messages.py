@@ -284,7 +284,7 @@ class WelcomeMsg(Message, frozen=True):
     lease_s: Seconds
     coordinator: Name
     started: bool
-    min_members: int = 1
+    min_members: Count = 1
 
 
 class EnterWorldMsg(Message, frozen=True):

@@ -97,8 +97,17 @@ class MemberHandler:
         live.heartbeats.pop(hello.member, None)
         connection.evicted = False
         lease_s, started = run.membership.settings.lease_s, run.membership.started
-        min_members = run.membership.settings.min_members
-        connection.send(ms.WelcomeMsg(run.heartbeat_s, lease_s, self._service.name, started, min_members))
+        memory = run.membership.adjustments.get(f"memory of {hello.member}")
+        connection.send(
+            ms.WelcomeMsg(
+                run.heartbeat_s,
+                lease_s,
+                self._service.name,
+                started,
+                run.membership.settings.min_members,
+                max(0, memory.values.get(hello.member, 0)) if memory is not None else 0,
+            )
+        )
 
     def _may_join(self, connection: MemberConnection, hello: ms.MemberHelloMsg) -> bool:
         """Return whether a hello is acceptable; reject the connection otherwise."""

@@ -279,6 +279,17 @@ class HiddenStateCarried(TrainingError):
     code = "S327"
 
 
+class OutOfMemory(TrainingError):
+    """Memory ran out in the loop body, outside the model's forward pass and ``run.backward``, for example in the loss.
+
+    In those two, Shoal repeats the step in smaller micro-batches. Elsewhere the error ends the script, so the member
+    starts again, with micro-batches of a quarter of the size. If the restarts do not suffice, compute the loss in the
+    model's ``forward``, pass ``micro=`` to ``run.batches``, or declare what fits with ``shares.machines``.
+    """
+
+    code = "S328"
+
+
 class BadExperiment(TrainingError):
     """The function given to ``shoal.run`` returned something that cannot be trained.
 

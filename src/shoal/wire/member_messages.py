@@ -277,7 +277,8 @@ class ExceptionRaisedMsg(Message, frozen=True):
 class WelcomeMsg(Message, frozen=True):
     """Answer to a hello. The member sends a heartbeat every `heartbeat_s`; it is evicted after `lease_s` of silence.
 
-    `started` says whether the run has committed a step, `min_members` is the MIN of the run.
+    `started` says whether the run has committed a step, `min_members` is the MIN of the run, and `micro_batch` how many
+    samples fitted into this member's memory at once, 0 if that was never too little.
     """
 
     heartbeat_s: Seconds
@@ -285,6 +286,7 @@ class WelcomeMsg(Message, frozen=True):
     coordinator: Name
     started: bool
     min_members: Count = 1
+    micro_batch: Count = 0
 
 
 class EnterWorldMsg(Message, frozen=True):

@@ -94,6 +94,8 @@ def _report_uncaught_errors(session: Session | ServedSession | EvaluatorSession)
     previous_hook = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(session, EvaluatorSession):
+            session.on_uncaught(error)
         session.report_exception(error, "".join(traceback.format_exception(kind, error, trace)))
         previous_hook(kind, error, trace)
 

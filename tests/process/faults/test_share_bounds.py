@@ -1,4 +1,4 @@
-"""A largest share that too few members can keep: training continues, in micro-batches, whichever way members go."""
+"""Shares that are too large: for their bounds when members go, and for the memory of a member's loss."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from tests.process.faults.checked_run import checked_run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -33,3 +34,17 @@ def test_loss_below_the_largest_shares_ends_no_member(tmp_path: Path) -> None:
         assert "warning[S105] with fewer than 4 members (MIN is 1) shares will exceed shares.max=20" in run.output
         assert {event["pid"] for event in run.events_of("done")} <= set(first.values()), "training started over"
         assert not run.journal("ExceptionReported"), "a member's script failed"
+
+
+def test_member_whose_loss_does_not_fit_starts_again_with_smaller_micro_batches(tmp_path: Path) -> None:
+    plan = {"pause_s": 0.01, "epochs": 6, "loss_fits": {"local/1": 10}}
+    with checked_run(tmp_path, "1:2", ("shares.policy=equal", "backoff_s=0.05"), **plan) as run:
+        # The members of a commit are recorded: the second process of local/1 takes part with its share of 32.
+        run.until(lambda: any(c["member"] == "local/1" and len(c["ids"]) == 32 for c in run.commits()), "its share")
+        run.finish()
+        run.check_steps(run.order().total_steps)
+        run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))
+        limits = [e["fields"]["values"] for e in run.journal("AdjustmentReported") if e["fields"]["what"] == "memory"]
+        assert limits[0] == {"local/1": 8}
+        assert "error[S328] memory ran out with 32 samples at once" in run.output
+        assert len(run.journal("ExceptionReported")) == 1

@@ -112,6 +112,8 @@ def main() -> None:
         step, world = run.step, run.world
         die("forward")
         loss = torch.nn.functional.mse_loss(model(x), y)
+        if len(x) > PLAN.get("loss_fits", {}).get(run.member, len(x)):
+            raise torch.OutOfMemoryError(f"out of memory: a loss of {len(x)} samples does not fit")
         run.backward(loss)
         die("before the optimizer")
         optimizer.step()

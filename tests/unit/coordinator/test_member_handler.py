@@ -40,6 +40,15 @@ def test_hello_is_journaled_before_the_welcome(service: CoordinatorService) -> N
     assert service.live.run("r-1").connections["local/0"] is connection
 
 
+def test_member_that_ran_out_of_memory_is_told_what_fitted(service: CoordinatorService) -> None:
+    handler, first, again = MemberHandler(service), member_connection(), member_connection()
+    handler.on_message(first, member_hello())
+    handler.on_message(first, ms.AdjustmentMsg(7, "memory", {"local/0": 8}, "it ran out of memory"))
+    handler.on_message(again, member_hello())
+    assert (sent(first)[0].micro_batch, sent(again)[0].micro_batch) == (0, 8)
+    assert sent(again)[0].min_members == 1
+
+
 @pytest.mark.parametrize(
     ("hello", "code"),
     [

@@ -101,6 +101,10 @@ class IndexedFeed:
         self._loader.micro_batch_size = samples // 2
         return True
 
+    def limit_micro_batch(self, samples: int) -> None:
+        """Compute at most so many samples at once."""
+        self._loader.micro_batch_size = min(self._loader.micro_batch_size or samples, samples)
+
     def ended(self, step: int) -> bool:
         """Return whether there is no batch for this step."""
         return step >= self._order.total_steps

@@ -27,7 +27,12 @@ from shoal.worker.parameter_server.parts import ShardStore
 from shoal.worker.parameter_server.rpc import Raw
 from shoal.worker.parameter_server.served_session import ServedSession
 from shoal.worker.parameter_server.server_main import serve
-from shoal.worker.training.loop import step_seed
+from shoal.worker.training.loop import (
+    limit_micro_batch,
+    report_if_out_of_memory,
+    report_smaller_micro_batches,
+    step_seed,
+)
 from shoal.worker.training.loop_exit import left_on_purpose
 from shoal.worker.training.loss_monitor import LossMonitor
 from shoal.worker.training.metrics import finite_metrics
@@ -165,6 +170,7 @@ class TicketLoop(ABC):
         self._start_loop()
         feed.start()
         session.begin(identity)
+        session.on_uncaught = self._on_uncaught
         over = False
         self.looping = True
         try:
@@ -249,6 +255,7 @@ class TicketLoop(ABC):
         began = time.perf_counter()
         if self._slowdown is not None:
             self._slowdown.begin(ticket.step)
+        limit_micro_batch(feed, self._session)
         micro_batches = feed.read_span(ticket.step, ticket.start, ticket.stop)
         cursor = order.cursor(ticket.step)
         last = cursor.index == order.steps_per_epoch - 1 and ticket.stop == order.size_of(ticket.step)
@@ -295,14 +302,17 @@ class TicketLoop(ABC):
 
     def on_out_of_memory(self, error: BaseException) -> None:
         """Drop the ticket, which the ledger grants to this trainer again, and compute smaller micro-batches."""
-        current = self.current
-        if (
-            current is None
-            or self.feed is None
-            or not self.feed.halve_micro_batch(current.micro_batches[current.index].samples)
-        ):
+        current, feed, samples = self.current, self.feed, self.micro_batch_samples
+        if current is None or feed is None or not feed.halve_micro_batch(samples):
             raise error
         current.abandoned = True
+        report_smaller_micro_batches(
+            self._session, current.granted.ticket.step, samples, feed.micro_batch_size, "computes its ticket again"
+        )
+
+    def _on_uncaught(self, error: BaseException) -> None:
+        step = self.current.granted.ticket.step if self.current is not None else 0
+        report_if_out_of_memory(self._session, step, self.micro_batch_samples, error)
 
     # --- status
 

@@ -41,6 +41,8 @@ class CoordinatorClient:
         self.step: int | None = None
         self.world: World | None = None
         self.min_members = 1
+        self.micro_batch = 0
+        self.on_uncaught: Callable[[BaseException], None] = lambda _error: None
         self.status: Callable[[], dict[str, Any]] = dict
         self._changed = threading.Condition(threading.RLock())
         self._fingerprint = ""
@@ -222,7 +224,8 @@ class CoordinatorClient:
             self._changed.notify_all()
 
     def _on_welcome(self, message: messages.WelcomeMsg) -> None:
-        self._uplink.heartbeat_s, self.min_members = message.heartbeat_s, message.min_members
+        self._uplink.heartbeat_s = message.heartbeat_s
+        self.min_members, self.micro_batch = message.min_members, message.micro_batch
 
     def _on_rejected(self, message: RejectedMsg) -> None:
         self._error = errors.from_code(message.code, message.what, why=message.why, do=message.do, where=self.me)

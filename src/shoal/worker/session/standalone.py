@@ -56,6 +56,8 @@ class StandaloneSession:
     broken = False
     is_writer = True
     min_members = 1
+    micro_batch = 0
+    on_uncaught: Callable[[BaseException], None]
     flags = 0
     reason = ""
     environment: MemberEnvironment | None = None

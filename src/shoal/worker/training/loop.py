@@ -49,7 +49,7 @@ from typing import Any
 from shoal.core import step_report
 from shoal.core.batch.auto_batch import AutoBatch
 from shoal.core.world import World
-from shoal.errors import MembersDiverged, SharesOutOfBounds
+from shoal.errors import MembersDiverged, OutOfMemory, SharesOutOfBounds
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import GatherWork
 from shoal.worker.data.feed import Feed, IndexedFeed
@@ -64,6 +64,8 @@ from shoal.worker.training.step import Step
 from shoal.worker.training.step_timing import StepTimer
 from shoal.worker.training.training_state import TrainingState
 
+# A restart costs more than a repeated step, so micro-batches shrink by more.
+SMALLER_AFTER_RESTART = 4
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -131,7 +133,7 @@ class Loop(ABC):
         self._training_state.zero_buffers, self._training_state.is_last_step = self._zero_buffers, self._is_last_step
         feed.start()
         session.begin(identity, self._training_state, on_cpu=on_cpu)
-        feed.balancer.min_members = session.min_members
+        session.on_uncaught = self._on_uncaught
         over = False
         self.looping = True
         try:
@@ -139,6 +141,8 @@ class Loop(ABC):
                 # First, because peers may copy our state when the next world is entered.
                 self._undo_uncommitted()
                 step = session.next_step()
+                feed.balancer.min_members = session.min_members
+                limit_micro_batch(feed, session)
                 self._training_state.at_boundary(step)
                 if feed.ended(step) or session.ends_at(step):
                     self._observe_last_loss()
@@ -350,10 +354,13 @@ class Loop(ABC):
         if current is None or feed is None or not feed.halve_micro_batch(samples):
             raise error
         current.discarded = True
-        at_most = feed.micro_batch_size
-        reason = f"{session.me} ran out of memory with {samples} samples at once; it now computes at most {at_most}"
-        sys.stderr.write(f"shoal: {reason}, and repeats step {current.number}\n")
-        session.report_adjustment(current.number, "memory", {session.me: at_most or 0}, reason)
+        repeats = f"repeats step {current.number}"
+        report_smaller_micro_batches(session, current.number, samples, feed.micro_batch_size, repeats)
+
+    def _on_uncaught(self, error: BaseException) -> None:
+        report_if_out_of_memory(
+            self._session, self.current.number if self.current else 0, self.micro_batch_samples, error
+        )
 
     # --- status
 
@@ -380,3 +387,36 @@ def mentions_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
     )
+
+
+def limit_micro_batch(feed: Feed, session: Any) -> None:
+    """Compute no more samples at once than what the coordinator remembers of this member's memory."""
+    if session.micro_batch and isinstance(feed, IndexedFeed):
+        feed.limit_micro_batch(session.micro_batch)
+
+
+def report_smaller_micro_batches(session: Any, step: int, samples: int, limit: int | None, repeats: str) -> None:
+    """Report that this member computes smaller micro-batches from now on, because memory ran out."""
+    reason = f"{session.me} ran out of memory with {samples} samples at once; it now computes at most {limit}"
+    sys.stderr.write(f"shoal: {reason}, and {repeats}\n")
+    session.report_adjustment(step, "memory", {session.me: limit or 0}, reason)
+
+
+def report_if_out_of_memory(session: Any, step: int, samples: int, error: BaseException) -> None:
+    """Report a script that dies because its micro-batch does not fit, so that its restart computes smaller ones.
+
+    `samples` is the size of the micro-batch that was being computed, 0 if there was none.
+    """
+    if not samples or not mentions_out_of_memory(error):
+        return
+    limit = max(1, samples // SMALLER_AFTER_RESTART)
+    reason = f"{session.me} ran out of memory with {samples} samples at once; it starts again with at most {limit}"
+    if samples > 1:
+        session.report_adjustment(step, "memory", {session.me: limit}, reason)
+    note = OutOfMemory(
+        f"memory ran out with {samples} samples at once, outside the model's forward pass and run.backward",
+        where=f"step {step}",
+        why="there Shoal would repeat the step in smaller micro-batches; here the error ends the script",
+        do="compute the loss in the model's forward, or pass micro= to run.batches",
+    )
+    error.add_note(str(note))

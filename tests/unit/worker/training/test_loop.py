@@ -9,7 +9,12 @@ from tests.unit.worker.training.small_loop import SmallLoop, small_loop
 
 from shoal.core.step_report import StepReport
 from shoal.errors import MembersDiverged
-from shoal.worker.training.loop import mentions_out_of_memory, step_seed
+from shoal.worker.training.loop import (
+    mentions_out_of_memory,
+    report_if_out_of_memory,
+    report_smaller_micro_batches,
+    step_seed,
+)
 
 
 @pytest.fixture
@@ -85,3 +90,34 @@ def test_reports_of_different_steps_end_the_training(loop: SmallLoop) -> None:
 )
 def test_out_of_memory_is_told_from_other_errors(error: Exception, is_memory: bool) -> None:
     assert mentions_out_of_memory(error) == is_memory
+
+
+class Reporter:
+    """A session that keeps the adjustments it reports."""
+
+    me = "local/1"
+
+    def __init__(self) -> None:
+        self.adjustments: list[dict[str, int]] = []
+
+    def report_adjustment(self, step: int, what: str, values: dict[str, int], reason: str) -> None:
+        assert (step, what) == (7, "memory")
+        assert "ran out of memory with" in reason
+        self.adjustments.append(values)
+
+
+def test_script_that_dies_of_its_memory_is_reported_with_what_its_restart_computes() -> None:
+    session, error = Reporter(), RuntimeError("CUDA out of memory")
+    report_if_out_of_memory(session, 7, 32, error)
+    assert session.adjustments == [{"local/1": 8}]
+    assert "error[S328] memory ran out with 32 samples at once" in error.__notes__[0]
+    report_if_out_of_memory(session, 7, 0, error)
+    report_if_out_of_memory(session, 7, 32, RuntimeError("a mistake"))
+    assert len(session.adjustments) == len(error.__notes__) == 1
+
+
+def test_smaller_micro_batches_are_printed_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Reporter()
+    report_smaller_micro_batches(session, 7, 32, 16, "computes its ticket again")
+    assert session.adjustments == [{"local/1": 16}]
+    assert "it now computes at most 16, and computes its ticket again" in capsys.readouterr().err

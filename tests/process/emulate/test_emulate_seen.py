@@ -16,13 +16,15 @@ from shoal.testing.emulated_speeds import machines
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 SPEEDS = machines(1, 0.25, sample_s=0.002)
+SLOWER_SOON = machines(1, "1:0.25@4", sample_s=0.002)
 
 
 class MonitoredRun(CheckedRun):
-    """A run on two machines, one of which has a quarter of the other's speed."""
+    """A run on two machines, one of which has a quarter of the other's speed, from the beginning or soon after it."""
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
-        return self.start("run", "--emulate", SPEEDS, *arguments)
+        # With learned shares the slow machine begins fast: emulated speeds decide the first split.
+        return self.start("run", "--emulate", SPEEDS if self.plan["shares"] == "equal" else SLOWER_SOON, *arguments)
 
     def view(self, ready: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         """Return the first `shoal status --json` that satisfies the condition."""

@@ -133,7 +133,10 @@ class ParameterShard(ReplicatedPart):
 
     def check(self, update: bytes, body: memoryview) -> None:
         push = _decode(update, PushGradients)
-        if not (push.ticket.samples > 0 and push.settled <= push.ticket.step and push.low <= push.clock):
+        ticket = push.ticket
+        exists = 0 <= ticket.step < self._sizes.total_steps and 0 <= ticket.start < ticket.stop
+        is_possible = exists and ticket.stop <= self._sizes.size_of(ticket.step)
+        if not (is_possible and push.settled <= ticket.step and push.low <= push.clock):
             raise MalformedFrame(f"impossible push of {push.ticket}")
         self._store.check(self.number, push.layout, body)
 

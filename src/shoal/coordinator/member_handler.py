@@ -25,7 +25,7 @@ from shoal.core.membership.state import EVALUATOR
 from shoal.core.runs import events as run_events
 from shoal.core.runs.evaluation import EvaluatorState
 from shoal.core.runs.state import RunState
-from shoal.errors import BadMessage, NameTaken, UnknownRunForMember
+from shoal.errors import AlreadyJoined, BadMessage, NameTaken, UnknownRunForMember
 from shoal.wire import member_messages as ms
 
 MEASURE_EVERY_S = 1.0
@@ -121,6 +121,13 @@ class MemberHandler:
         elif process is not None and process.alive and process.incarnation != hello.incarnation:
             why = f"agent {process.agent} runs another process of that name"
             connection.reject(NameTaken.code, f"a member named {hello.member} is already in this run", why)
+        elif (other := self._other_process(connection, hello)) is not None:
+            connection.reject(
+                AlreadyJoined.code,
+                f"another process of {hello.member} has joined this run already",
+                f"process {other} and process {hello.pid} were started with the same environment",
+                "call join() in one process of each member; shoal run -n starts more members",
+            )
         elif not re.fullmatch(r"[\w.:-]+(/[\w.:-]+)*", hello.member) or len(hello.member) > MAX_NAME:
             connection.reject(BadMessage.code, "invalid member name", repr(hello.member[:80]))
         elif connection.member not in ("", hello.member) or connection.run not in ("", hello.run):
@@ -130,6 +137,14 @@ class MemberHandler:
         else:
             return True
         return False
+
+    def _other_process(self, connection: MemberConnection, hello: ms.MemberHelloMsg) -> int | None:
+        """Return the id of another process that is connected with the identity of this hello, None if there is none."""
+        present = self._service.live.run(hello.run).connections.get(hello.member)
+        if present is None or present is connection or present.closed:
+            return None
+        same = present.incarnation == hello.incarnation and present.pid != hello.pid
+        return present.pid if same else None
 
     # --- events
 

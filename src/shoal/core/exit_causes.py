@@ -22,6 +22,11 @@ _CODE = re.compile(r"\bS(\d)\d\d\b")
 _VICTIM_CODES = frozenset({"S204", "S207"})
 # A restart does not help with a wrong token, version or model, and the other members are not to blame.
 _REFUSED_CODES = frozenset({"S201", "S202", "S203", "S206", "S211", "S320", "S322"})
+# The script and the settings of the run do not go together: every member fails in the same way, and so it will again.
+_HOPELESS_CODES = frozenset({"S215", "S315", "S316", "S317"})
+# The same, if it happens before the first step; later the number of members may be the cause.
+_HOPELESS_AT_START = frozenset({"S102"})
+_ERROR = re.compile(r"error\[(S\d\d\d)\]")
 _VICTIM_KINDS = (
     "ExchangeBroken",
     "ConnectionResetError",
@@ -100,6 +105,13 @@ def classify(end: ExitFacts) -> ExitCause:
     return ExitCause("user", f"exit code {end.exit_code}{words}")
 
 
+def is_hopeless(detail: str, *, before_first_step: bool) -> bool:
+    """Return whether the error in a cause's detail says that the run cannot work as it was asked for."""
+    error = _ERROR.match(detail)
+    code = error.group(1) if error is not None else ""
+    return code in _HOPELESS_CODES or (before_first_step and code in _HOPELESS_AT_START)
+
+
 def _of_exception(why: RecordedException, last_output: str) -> ExitCause:
     if why.kind == "SystemExit":
         words = f": {last_output}" if last_output not in ("", *why.text.splitlines()) else ""
@@ -109,7 +121,7 @@ def _of_exception(why: RecordedException, last_output: str) -> ExitCause:
         line = f"error[{why.code}] {why.text}"
     if why.code in _REFUSED_CODES:
         return ExitCause("refused", line)
-    ours = why.code.startswith("S2") or why.kind == "ExchangeBroken"
+    ours = (why.code.startswith("S2") and why.code not in _HOPELESS_CODES) or why.kind == "ExchangeBroken"
     return ExitCause("infrastructure" if ours else "user", line)
 
 

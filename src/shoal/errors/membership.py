@@ -135,6 +135,17 @@ class PeerPortFailed(MembershipError):
     code = "S214"
 
 
+class AlreadyJoined(MembershipError):
+    """A process tried to join a run in which it, or another process of the same member, takes part already.
+
+    An agent starts one process for each member, and that process joins once. Call ``join()`` once, and pass the run to
+    where it is needed. A script that starts processes of its own (``os.fork``, ``multiprocessing``) joins in only one
+    of them; ask for more members with ``-n`` instead.
+    """
+
+    code = "S215"
+
+
 class NoCoordinatorAddress(CoordinatorUnreachable):
     """None of the coordinator's addresses can be reached from this machine.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from shoal.core import sync_mode
 from shoal.core.membership.state import EVALUATOR
+from shoal.errors import AlreadyJoined
 from shoal.store.blob_store import SCHEME
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server.served_session import ServedSession
@@ -24,6 +25,7 @@ from shoal.worker.session.standalone import Progress, StandaloneSession
 NOTICE_S = 30.0
 # Slurm and systemd signal every process of a job, and the agent then passes its own signal on: both are one notice.
 REPEATED_NOTICE_S = 2.0
+_joined_pid = 0
 
 
 class Joined(NamedTuple):
@@ -43,10 +45,25 @@ def join(*, show_progress: bool = False) -> Joined:
     if member is None:
         session = StandaloneSession(Progress() if show_progress else None)
         return Joined(session, "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
+    _raise_if_joined(member.member)
     opened = _open_session(member)
     _handle_sigterm(opened, member.grace_s or NOTICE_S)
     _report_uncaught_errors(opened)
     return Joined(opened, member.run, checkpoint_directory(member))
+
+
+def _raise_if_joined(member: str) -> None:
+    """Raise AlreadyJoined if this process, or the one it was forked from, has joined already."""
+    global _joined_pid
+    if _joined_pid:
+        own = _joined_pid == os.getpid()
+        raise AlreadyJoined(
+            "join() was called twice" if own else "a fork of a member's process called join()",
+            where=member,
+            why="this process takes part in the run already" if own else f"process {_joined_pid} has joined before it",
+            do="call join() once, in one process of each member",
+        )
+    _joined_pid = os.getpid()
 
 
 def checkpoint_directory(member: environment.MemberEnvironment) -> str:

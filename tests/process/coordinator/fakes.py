@@ -149,10 +149,10 @@ class FakeMember(Fake):
         super().__init__(coordinator, "/v1/member")
         self.run, self.name, self.incarnation = run, name, incarnation
 
-    def hello(self, **fields: Any) -> FakeMember:
+    def hello(self, pid: int = 1, **fields: Any) -> FakeMember:
         given = {"protocol": PROTOCOL, "version": shoal.__version__, "run": self.run, **fields}
         address = Address("127.0.0.1", 1000)
-        self.say(ms.MemberHelloMsg(member=self.name, incarnation=self.incarnation, address=address, pid=1, **given))
+        self.say(ms.MemberHelloMsg(member=self.name, incarnation=self.incarnation, address=address, pid=pid, **given))
         return self
 
     def ready(self, step: int | None = None, restored: bool = False) -> FakeMember:

@@ -130,6 +130,11 @@ def test_second_member_of_the_same_name_is_refused(coordinator: Coordinator, tra
     assert refusal(FakeMember(coordinator, trained[0], "m/0", "other").hello()) == "S205"
 
 
+def test_second_process_of_a_member_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
+    """A fork that joins has the identity of its parent; the two once evicted each other, and both exited with 0."""
+    assert refusal(FakeMember(coordinator, trained[0], "m/0").hello(pid=2)) == "S215"
+
+
 def test_member_with_another_model_is_refused(coordinator: Coordinator, trained: tuple[str, FakeMember]) -> None:
     stranger = FakeMember(coordinator, trained[0], "x/0").hello()
     stranger.hear(ms.WelcomeMsg)

@@ -287,7 +287,7 @@ def _on_process_exited(draft: FleetDraft, event: fe.ProcessExited) -> None:
         draft.remove(p)
     elif event.trained_nothing and run.max_members > 1 and run.status == ACTIVE and not p.restart_reason:
         draft.instruct(fe.FleetNote(p.run, f"{p.member} has not trained: {event.trained_nothing}", p.member))
-        restarts.on_unplanned_exit(draft, p, "refused", event.trained_nothing)
+        restarts.on_unplanned_exit(draft, p, replace(event, cause="refused", detail=event.trained_nothing))
     elif reached_end and not p.restart_reason and (run.finished or run.status in (ACTIVE, FINISHING)):
         draft.update(p, status=DONE)
         if run.compat and p.is_chief:
@@ -298,9 +298,8 @@ def _on_process_exited(draft: FleetDraft, event: fe.ProcessExited) -> None:
         # Something else stopped it, most likely its agent, which is about to disconnect: wait until that is known.
         draft.update(p, status=BACKOFF, until=draft.now + 1.0)
     else:
-        cause = "infrastructure" if p.restart_reason else event.cause
-        early = event.before_first_step
-        restarts.on_unplanned_exit(draft, p, cause, p.restart_reason or event.detail, before_first_step=early)
+        event = replace(event, cause="infrastructure" if p.restart_reason else event.cause)
+        restarts.on_unplanned_exit(draft, p, replace(event, detail=p.restart_reason or event.detail))
 
 
 def _lose(draft: FleetDraft, p: ProcessState, detail: str) -> None:

@@ -92,7 +92,8 @@ class ProcessExited:
 
     The agent never reports *idle*: the coordinator told this member that others had finished without it. Nor does it
     know `before_first_step`: whether the run had not committed a step yet; nor `trained_nothing`: the error if the
-    process ended well although its member never took part.
+    process ended well although its member never took part; nor `joining`: the run trains without this member, with
+    at least the minimum of others.
     """
 
     run: str
@@ -104,6 +105,7 @@ class ProcessExited:
     signal: int | None = None
     before_first_step: bool = False
     trained_nothing: str = ""
+    joining: bool = False
 
 
 @dataclass(frozen=True, slots=True)

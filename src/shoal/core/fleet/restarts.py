@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal import exit_codes
+from shoal.core.exit_causes import is_hopeless
 from shoal.core.fleet import events as fe
 from shoal.core.fleet import restart_policy, run_end
 from shoal.core.fleet.draft import FleetDraft
@@ -12,11 +13,9 @@ from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
 KEPT_EXITS = 100
 
 
-def on_unplanned_exit(
-    draft: FleetDraft, p: ProcessState, cause: str, detail: str, *, before_first_step: bool = False
-) -> None:
+def on_unplanned_exit(draft: FleetDraft, p: ProcessState, exited: fe.ProcessExited) -> None:
     """Restart a process at once or after a back-off, give it up, or fail its run."""
-    run = draft.runs[p.run]
+    run, cause, detail = draft.runs[p.run], exited.cause, exited.detail
     if run.status != ACTIVE and not (p.role == EVALUATOR and run.status == FINISHING):
         draft.remove(p)
         if run.status == FINISHING and cause == "user":
@@ -32,10 +31,15 @@ def on_unplanned_exit(
     if cause == "refused":
         give_up(draft, p, cause, f"{p.member}: {detail}", "it does not fit into this run")
         return
-    early = before_first_step and cause == "user" and p.role != EVALUATOR
+    early = exited.before_first_step and cause == "user" and p.role != EVALUATOR
+    # The others train well without a member that cannot join them: then it alone is given up.
+    given_up_as = "refused" if cause == "user" and exited.joining else cause
+    if cause == "user" and is_hopeless(detail, before_first_step=exited.before_first_step):
+        give_up(draft, p, given_up_as, f"{p.member}: {detail}", "not restarted: the run cannot work like this")
+        return
     decision = judge_early(draft, run, p.member, detail) if early else judge(draft, run, p.member, cause, detail)
     if isinstance(decision, restart_policy.StopRestarting):
-        give_up(draft, p, cause, f"{p.member}: {detail or cause}", decision.reason)
+        give_up(draft, p, given_up_as, f"{p.member}: {detail or cause}", decision.reason)
     elif decision.after_s > 0.0 or agent is None or not agent.usable:
         # An agent that is disconnected, or has notice, may be usable again; the back-off ends no earlier.
         until = draft.now + decision.after_s

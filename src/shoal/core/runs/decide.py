@@ -324,7 +324,8 @@ class _Cascade:
                 self._then(self._membership, run, ev.MemberDisconnected(event.member))
         problem = self._trained_nothing(run, event)
         text = f"error[{problem.code}] {problem.what}" if problem is not None else ""
-        event = replace(event, before_first_step=_before_first_step(run), trained_nothing=text)
+        early, joining = _before_first_step(run), _trains_without(run, event.member)
+        event = replace(event, before_first_step=early, trained_nothing=text, joining=joining)
         self._then(self._fleet, event)
         self._then(self._after_exit, run, problem)
 
@@ -490,6 +491,12 @@ def _left_its_loop(run: RunState, event: fe.ProcessExited) -> bool:
         return event.member in run.membership.lost_from_world
     held = member.status in (membership.TRAINING, membership.REGROUPING) or member.step is not None
     return member.incarnation == event.incarnation and member.status != membership.DONE and held
+
+
+def _trains_without(run: RunState, member: str) -> bool:
+    """Return whether a world of at least the minimum of members trains, and this member has no seat in it."""
+    world, low = run.membership.world, run.membership.settings.min_members
+    return world is not None and world.size >= low and world.rank_of(member) is None
 
 
 def _before_first_step(run: RunState) -> bool:

@@ -16,6 +16,7 @@ from shoal import exit_codes
 from shoal.core import step_report
 from shoal.core.step_report import StepReport
 from shoal.core.world import World
+from shoal.errors import ModelMismatch
 from shoal.wire import member_messages as messages
 from shoal.worker.collectives.catch_up import CatchUpExchange
 from shoal.worker.collectives.exchange import Exchange
@@ -32,6 +33,8 @@ HAND_OVER_S = 2.0
 # How long an exception that left the loop may take to reach the top of the script before it counts as caught.
 UNWIND_S = 30.0
 FOREVER_S = 7 * 24 * 3600.0
+# What loading a state raises if it was captured from other objects.
+_MISFIT = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
 class MemberExit(SystemExit):
@@ -303,7 +306,16 @@ class Session(MemberWorlds):
         self.set_phase("receiving state")
         received = self.peers.fetch_state(world, world.sources[rank], FOREVER_S, cancelled)
         assert self._state is not None
-        self._state.load(received.header, received.buffers)
+        try:
+            self._state.load(received.header, received.buffers)
+        except _MISFIT as error:
+            raise ModelMismatch(
+                f"the state of the run does not fit into {self.me}",
+                where=f"world {world.number}",
+                why=f"{type(error).__name__}: {error}",
+                do="attach the same objects on every member; what is added in mid-run (add_param_group, a scheduler) "
+                "must exist before run.batches on a member that joins later",
+            ) from error
         return received.step
 
     # --- crossing into the next world at a step boundary

@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from typing import TypeVar
 
+import pytest
+
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
 from shoal.core.fleet.restart_policy import RestartLimits
@@ -100,6 +102,33 @@ def test_errors_of_user_code_fail_the_run_with_their_text() -> None:
     assert failed.exit_code == 1
     assert "ValueError: x" in failed.reason
     assert [i.member for i in fleet.of(fe.StopProcess)] == ["lab/1"]
+
+
+def test_errors_of_a_member_that_cannot_join_end_no_run_that_trains_without_it() -> None:
+    fleet = with_run(1, 2)
+    for _ in range(2):
+        failed = fe.ProcessExited(
+            "r", "lab/1", fleet.process("lab/1").incarnation, "user", "ValueError: x", joining=True
+        )
+        fleet.on(failed)
+    assert fleet.of(fe.MarkRunFailed) == []
+    assert fleet.process("lab/1").status == fl.GIVEN_UP
+    assert fleet.process("lab/0").alive
+
+
+@pytest.mark.parametrize("code", ["S215", "S315", "S316", "S317"])
+def test_run_that_cannot_work_as_asked_fails_at_the_first_error(code: str) -> None:
+    fleet = with_run(1, 2).exit("lab/0", "user", f"error[{code}] exact mode cannot be used like this")
+    assert [i.exit_code for i in fleet.of(fe.MarkRunFailed)] == [1]
+    assert fleet.started() == []
+
+
+def test_shares_that_cannot_be_divided_are_tried_again_only_after_the_first_step() -> None:
+    detail = "error[S102] no division satisfies the limits"
+    assert with_run().exit("lab/0", "user", detail).of(fe.MarkRunFailed) == []
+    fleet = with_run()
+    early = fe.ProcessExited("r", "lab/0", fleet.process("lab/0").incarnation, "user", detail, before_first_step=True)
+    assert len(fleet.on(early).of(fe.MarkRunFailed)) == 1
 
 
 def test_member_that_keeps_crashing_is_given_up_if_enough_are_left() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.unit.worker.session.recorded import RecordedSession, recorded_session, world
 
+from shoal.errors import ModelMismatch
 from shoal.wire import member_messages as messages
 from shoal.worker.session.pending_worlds import PendingWorld
 
@@ -105,3 +110,12 @@ def test_world_replaces_a_restore_that_was_asked_for_before(training: RecordedSe
     training._on_message(messages.EnterWorldMsg(world(5, 2), "local/1 holds it after all"))
     assert not training._restore_requested
     assert training.connected == [(5, None)]
+
+
+def test_state_that_does_not_fit_refuses_this_member_and_not_the_run(training: RecordedSession) -> None:
+    """The error of `load_state_dict` once counted as one of the user's code: after three tries the run had failed."""
+    received = SimpleNamespace(step=20, header=b"", buffers=[])
+    training.peers = cast(Any, SimpleNamespace(fetch_state=lambda *_: received))
+    training._state = cast(Any, SimpleNamespace(load=lambda *_: {}["exp_avg"]))
+    with pytest.raises(ModelMismatch, match="does not fit into local/0"):
+        training._receive_state(replace(world(4, 2), sources={0: 1}), 0, threading.Event())

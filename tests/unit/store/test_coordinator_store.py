@@ -279,14 +279,16 @@ def test_a_step_does_not_wait_for_a_checkpoint_that_is_on_its_way(town: Town) ->
     session = StandaloneSession()
     session.settings = RunSettings(checkpoint_every_steps=1)
     codec = StateCodec(lambda _parts: (b"", [np.zeros(40, np.uint8)]), lambda _parts, _header, _buffers: None)
-    keeper = TrainingState(session, "r", "", codec)
-    keeper.open_store = town.store  # type: ignore[method-assign]
+    # Not "": a checkpoint that missed the store below would land in the working directory.
+    state = TrainingState(session, "r", str(town.path / "nowhere"), codec)
+    state.open_store = town.store  # type: ignore[method-assign]
     for step in (1, 2, 3):
-        keeper.at_boundary(step)
-        keeper.before_change()
+        state.at_boundary(step)
+        state.before_change()
     assert on_its_way.wait(20), "no checkpoint was begun"
     may_go_on.set()
-    keeper.close()
+    state.close()
+    assert not (town.path / "nowhere").exists()
     assert [entry.step for entry in checkpoint.entries(town.store())] == [1], "one at a time"
 
 

@@ -79,6 +79,8 @@ from shoal.core.membership.state import EVALUATOR, TRAINER
 
 # A notice that did not come true is forgotten so long after its time.
 NOTICE_KEPT_S = 60.0
+# A script that never joins trains a copy per member; that fails the run at its end, and is said long before.
+JOIN_NOTE_S = 120.0
 
 __all__ = [
     "ACTIVE",
@@ -153,7 +155,7 @@ def due(state: FleetState, now: float) -> tuple[fe.FleetTimerExpired, ...]:
         if run.status == ACTIVE and run.compat and run.restart_reason and 0.0 < run.restart_at <= now:
             fired.append(fe.FleetTimerExpired("group restart", run.run))
     for p in state.processes.values():
-        if p.status == RUNNING and p.unresponsive_since is None and p.missing_since is None:
+        if p.status == RUNNING and p.unresponsive_since is None and p.missing_since is None and p.join_by is None:
             continue
         agent = state.agents.get(p.agent)
         what = _process_timer(p, now, timeouts, away=agent is None or agent.disconnected_since is not None)
@@ -172,6 +174,8 @@ def _process_timer(p: ProcessState, now: float, timeouts: FleetTimeouts, *, away
         return "unresponsive"
     if p.alive and p.missing_since is not None and now - p.missing_since > timeouts.missing_s:
         return "missing"
+    if p.status == RUNNING and p.join_by is not None and now >= p.join_by:
+        return "not joined"
     return ""
 
 
@@ -266,7 +270,10 @@ def _forget_agent(draft: FleetDraft, name: str) -> None:
 def _on_process_started(draft: FleetDraft, event: fe.ProcessStarted) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None and p.incarnation == event.incarnation:
-        draft.update(p, pid=event.pid, status=RUNNING if p.status == STARTING else p.status)
+        run = draft.runs[p.run]
+        copies = run.max_members > 1 and not run.compat and p.role == TRAINER
+        join_by = draft.now + JOIN_NOTE_S if copies and not p.joined else None
+        draft.update(p, pid=event.pid, status=RUNNING if p.status == STARTING else p.status, join_by=join_by)
 
 
 def _is_group_started(draft: FleetDraft, event: fe.Event) -> bool:
@@ -320,7 +327,7 @@ def _on_unresponsive(draft: FleetDraft, event: fe.MemberUnresponsive) -> None:
 def _on_responsive(draft: FleetDraft, event: fe.MemberResponsive) -> None:
     p = draft.processes.get((event.run, event.member))
     if p is not None:
-        draft.update(p, unresponsive_since=None, joined=True)
+        draft.update(p, unresponsive_since=None, joined=True, join_by=None)
 
 
 # --- runs
@@ -420,6 +427,13 @@ def _on_process_timer(draft: FleetDraft, p: ProcessState, what: str) -> None:
     elif what == "unresponsive":
         why = f"its member was silent for {draft.state.timeouts.unresponsive_s:g} s"
         draft.stop(p, why, grace_s=1.0, restart_reason=why)
+    elif what == "not joined":
+        draft.update(p, join_by=None)
+        text = (
+            f"{p.member} has run for {JOIN_NOTE_S:g} s without joining the run: unless it still prepares its data, its "
+        )
+        text += "script does not call shoal.join(), and every member trains a copy of its own"
+        draft.instruct(fe.FleetNote(p.run, text, p.member))
     elif what == "missing":
         _lose(draft, p, "it no longer ran when its agent reconnected")
 

@@ -184,6 +184,7 @@ class FleetTimerExpired:
     - backoff: a process may be restarted
     - unresponsive: a process is alive, but its member has been silent for long
     - missing: a process that its agent did not list is not reported as ended either
+    - not joined: a process has run for long without joining
     """
 
     what: str

@@ -74,7 +74,8 @@ class ProcessState:
     """A member's process.
 
     `until` is the end of its back-off. `restart_reason` says why it is stopped only to be restarted. `missing_since` is
-    when its agent reconnected without it. `joined` says that its member has connected to the coordinator.
+    when its agent reconnected without it. `joined` says that its member has connected to the coordinator; if it
+    has not by `join_by`, that is said.
     """
 
     run: str
@@ -89,6 +90,7 @@ class ProcessState:
     unresponsive_since: float | None = None
     missing_since: float | None = None
     joined: bool = False
+    join_by: float | None = None
 
     @property
     def alive(self) -> bool:

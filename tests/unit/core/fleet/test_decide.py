@@ -548,3 +548,20 @@ def test_evaluator_stops_with_a_script_that_never_trains() -> None:
 def test_scaling_does_not_stop_the_evaluator() -> None:
     fleet = evaluated(1, 3).on(fe.RunScaled("r", 1, 1))
     assert [i.member for i in fleet.of(fe.StopProcess)] == ["lab/2", "lab/1"]
+
+
+def test_process_that_runs_for_long_without_joining_is_named_once() -> None:
+    fleet = with_run(2, 2)
+    for member in ("lab/0", "lab/1"):
+        fleet.on(fe.ProcessStarted("r", member, fleet.process(member).incarnation, 1, True))
+    fleet.on(fe.MemberResponsive("r", "lab/1"))
+    assert fleet.wait(fl.JOIN_NOTE_S - 1).of(fe.FleetNote) == []
+    (note,) = fleet.wait(2.0).of(fe.FleetNote)
+    assert "lab/0 has run for 120 s without joining the run" in note.text
+    assert fleet.wait(1000.0).of(fe.FleetNote) == []
+
+
+def test_process_that_cannot_be_a_copy_need_not_join() -> None:
+    for fleet in (with_run(1, 1), with_run(2, 2, compat="torchrun")):
+        fleet.on(fe.ProcessStarted("r", "lab/0", fleet.process("lab/0").incarnation, 1, True))
+        assert fleet.wait(1000.0).of(fe.FleetNote) == []

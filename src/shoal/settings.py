@@ -107,6 +107,12 @@ class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     exchange: Annotated[
         Literal["auto", "ring", "gloo", "nccl"], Meta(description="backend of the gradient exchange")
     ] = "auto"
+    on_divergence: Annotated[
+        Literal["stop", "repair", "off"],
+        Meta(
+            description="when members hold different parameters: stop, let the minority copy the others', or no check"
+        ),
+    ] = "stop"
     sync: Annotated[Text, Meta(description="synchronisation mode: step, stale:K, async or local:H")] = "step"
     outer_lr: Annotated[Number, Meta(gt=0, description="with local:H, outer learning rate")] = 1.0
     outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="with local:H, outer Nesterov momentum")] = 0.0

@@ -17,7 +17,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 keras = pytest.importorskip("keras")
 
 import shoal.keras as shoal  # noqa: E402
-from shoal.errors import NotAttached, SecondTrainingLoop, UnusableData, UnusableModel  # noqa: E402
+from shoal.errors import (  # noqa: E402
+    NotAttached,
+    SecondTrainingLoop,
+    StateDiverged,
+    UnusableData,
+    UnusableModel,
+)
 from shoal.testing.threaded_world import FixedWorldSession, together  # noqa: E402
 from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
 
@@ -611,3 +617,86 @@ def test_suite_passes_on_the_torch_backend() -> None:
         command, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=380
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_members_that_drift_apart_are_stopped_and_the_variable_is_named() -> None:
+    class Spoiler(keras.callbacks.Callback):
+        rank = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.rank == 1 and batch == 1:
+                kernel = self.model.layers[0].kernel
+                kernel.assign(kernel + 0.5)
+
+    def body(session: FixedWorldSession) -> None:
+        model, given, spoiler = prepared[session.rank], data(), Spoiler()
+        spoiler.rank = session.rank
+        elastic = shoal.Elastic(spoiler, run=shoal.Run(session, "test", "unused"))
+        model.fit(shoal.batches(*given, size=SIZE, shares="equal"), epochs=3, verbose=0, callbacks=[elastic])
+
+    prepared = [usual()[0] for _ in range(2)]
+    with pytest.raises(StateDiverged, match=r"kernel differs") as caught:
+        together(2, body)
+    assert caught.value.where.startswith("before step 3,")
+
+
+def _model_with(train_step: Callable[[Any, Any], Any], **parts: Any) -> Any:
+    """Return a compiled model without `call`, as generative models often are written."""
+
+    class Trained(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, part in parts.items():
+                setattr(self, name, part)
+
+    Trained.train_step = train_step
+    model = Trained()
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+def _apply(optimizer: Any, tape: Any, loss: Any, layer: Any) -> None:
+    optimizer.apply_gradients(
+        zip(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables, strict=True)
+    )
+
+
+def _fit_alone(model: Any, *given: Any) -> Any:
+    elastic = shoal.Elastic(run=shoal.Run(StandaloneSession(), "test", "unused"))
+    return model.fit(shoal.batches(*given, size=10, shuffle=False), epochs=1, verbose=0, callbacks=[elastic])
+
+
+@only_tensorflow
+def test_model_without_call_trains_on_x_alone_like_plain_keras() -> None:
+    def train_step(self: Any, x: Any) -> Any:
+        assert not isinstance(x, tuple)
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.ops.mean(self.layer(x) ** 2)
+        _apply(self.optimizer, tape, loss, self.layer)
+        return {"loss": loss}
+
+    x, _ = data()
+    weights = []
+    for fit in (_fit_alone, lambda model, x: model.fit(x, batch_size=10, shuffle=False, verbose=0)):
+        keras.utils.set_random_seed(5)
+        model = _model_with(train_step, layer=keras.layers.Dense(3))
+        fit(model, x)
+        weights.append([keras.ops.convert_to_numpy(v) for v in model.trainable_variables])
+    for actual, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@only_tensorflow
+def test_second_optimizer_in_train_step_is_refused() -> None:
+    other = keras.optimizers.Adam(0.1, name="critic")
+
+    def train_step(self: Any, x: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.ops.mean(self.critic(self.maker(x)) ** 2)
+        _apply(self.optimizer, tape, loss, self.maker)
+        _apply(other, tape, loss, self.critic)
+        return {"loss": loss}
+
+    model = _model_with(train_step, maker=keras.layers.Dense(3), critic=keras.layers.Dense(1))
+    with pytest.raises(UnusableModel, match=r"second optimizer, Adam 'critic'"):
+        _fit_alone(model, data()[0])

@@ -388,6 +388,8 @@ def test_step_of_weight_zero_leaves_the_running_statistics_alone() -> None:
     def body(session: FixedWorldSession) -> torch.Tensor:
         run = Run(session, "test", "unused")
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        for parameter in model[0].parameters():
+            torch.nn.init.constant_(parameter, 0.1)  # members are threads that share a random generator
         if session.exchange.size > 1:
             session.exchange.barrier()
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -408,6 +410,8 @@ def test_no_share_is_a_single_sample_with_batchnorm() -> None:
     def body(session: FixedWorldSession) -> None:
         run = Run(session, "test", "unused")
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        for parameter in model[0].parameters():
+            torch.nn.init.constant_(parameter, 0.1)
         session.exchange.barrier()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         run.attach(model, optimizer)

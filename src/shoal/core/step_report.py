@@ -29,7 +29,8 @@ class StepReport:
     `prepared` is the number of the proposed world that the member has connected, 0 for none. `flags` is a set of bits:
     STOP asks for the end of the training after this step, CATCHING_UP says that it has no share of the next step
     either. `more` says whether its stream has another sample. `rate` is the sum of its learning rates, 0 if they may
-    differ from those of other members.
+    differ from those of other members. `checksum` stands for its state before this step (see `core.state_check`) and
+    took `checksum_s` to compute; it is 0 in most steps, in which states are not compared.
     """
 
     step: int
@@ -49,6 +50,8 @@ class StepReport:
     flags: int = 0
     more: bool = True
     rate: float = 0.0
+    checksum: int = 0
+    checksum_s: float = 0.0
 
 
 WIDTH = len(fields(StepReport))
@@ -68,7 +71,7 @@ def decode(matrix: NDArray[np.float64]) -> tuple[StepReport, ...]:
 
 def _report(row: Sequence[float]) -> StepReport:
     step, samples, weight, loss, compute_s, data_s, wait_s, measured, micro, *rest = row
-    grad_sq, grad_weight, groups, total_sq, prepared, flags, more, rate = rest
+    grad_sq, grad_weight, groups, total_sq, prepared, flags, more, rate, checksum, checksum_s = rest
     return StepReport(
         step=int(step),
         samples=int(samples),
@@ -87,6 +90,8 @@ def _report(row: Sequence[float]) -> StepReport:
         flags=int(flags),
         more=bool(more),
         rate=rate,
+        checksum=int(checksum),
+        checksum_s=checksum_s,
     )
 
 

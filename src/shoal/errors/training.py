@@ -329,3 +329,28 @@ class NothingTrained(TrainingError):
     """
 
     code = "S340"
+
+
+class StateDiverged(TrainingError):
+    """Members no longer hold the same parameters or the same optimizer state.
+
+    The step in which it was noticed was not applied. All members apply the same summed gradients to the same values, so
+    they differ only if the script changes something on one member alone: an optimizer that is not attached, gradients
+    changed after ``run.backward`` (noise of a member's own generator, a plain ``.backward()``), weights edited with
+    values that differ between members. The error names the first tensor that differs. The setting ``on_divergence``
+    decides what happens: ``stop`` (the default), ``repair`` (members that differ from the majority copy its state and
+    training continues, a few times), ``off`` (states are not compared).
+    """
+
+    code = "S350"
+
+
+class StateDrifts(TrainingError):
+    """A warning: the states of members differ in a way that may be harmless, and training continues.
+
+    Either machines of different kinds round differently in the last bits, or a buffer of the model depends on the
+    samples of each member's share: only BatchNorm's running statistics are averaged over the members. If the model's
+    result depends on that buffer, compute it from values that are the same on all members, or keep it out of the model.
+    """
+
+    code = "S351"

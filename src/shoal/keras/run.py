@@ -12,7 +12,7 @@ import keras
 
 from shoal.core import sync_mode
 from shoal.errors import NotAttached, SecondTrainingLoop, UnusableExchange
-from shoal.keras.backends.base import KerasBackend, make_backend
+from shoal.keras.backends.base import KerasBackend, build_model, make_backend
 from shoal.keras.backends.optimizer_guard import OptimizerGuard
 from shoal.keras.data.batches import Batches, set_loop
 from shoal.keras.evaluation import evaluation_request
@@ -106,11 +106,11 @@ class Run(BaseRun):
     def begin(self, model: Any, batches: Batches, epochs: int, jit: bool = False) -> AnyTrainer:
         """Join the run with the model of `fit`; return when this member's first step can be done."""
         self._check_first_loop("call model.fit once, with all its epochs")
-        model._symbolic_build(data_batch=batches.example())
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         guard = OptimizerGuard(model.optimizer)
         try:
+            build_model(model, guard, batches.example())
+            if not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
             return self._begin_guarded(model, guard, batches, epochs, jit)
         except BaseException:
             guard.release()
@@ -136,7 +136,8 @@ class Run(BaseRun):
         """Return the micro-batches of a script's own loop, whose optimizer is guarded."""
         self._check_first_loop("make one loop over all epochs")
         if not model.built:
-            model(keras.tree.map_structure(keras.ops.convert_to_tensor, batches.example()[0]))
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batches.example())
+            model(keras.tree.map_structure(keras.ops.convert_to_tensor, x))
         if not guard.optimizer.built:
             guard.optimizer.build(model.trainable_variables)
         backend, session = make_backend(model, guard), self._session

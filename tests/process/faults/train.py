@@ -3,7 +3,7 @@
 The JSON in FAULTS is its plan. `die` names members that kill themselves at a point of a step:
 before the forward pass, in the middle of the backward pass, before, in or after the optimizer's step, at the end,
 before the model is saved, or while they save it, before another member asks to; `die_by` names the signal. Every step
-takes `pause_s` longer.
+takes `pause_s` longer. `drift` names a member that edits its own parameters after a step.
 """
 
 import json
@@ -125,6 +125,8 @@ def main() -> None:
             sum_ = checksum({"model": model})
             took = {"busy_s": turn.data_s + turn.compute_s, "wait_s": turn.wait_s}
             record("commit", step=step, world=world, size=run.size, ids=counted, sum=sum_, **took)
+            if PLAN.get("drift") == [run.member, step]:
+                middle.data += 0.5
             pause_while_held(OUT, step, steps)
     die("at the end")
     if (run.step, "saving", None) in deaths:

@@ -93,6 +93,11 @@ class KerasBackend(ABC):
         RngState().seed(seed)
 
     @property
+    def arithmetic(self) -> str:
+        """A text that is equal where the same operations give the same bits on equal processors."""
+        return f"keras {keras.__version__} on {keras.backend.backend()}"
+
+    @property
     def compiles(self) -> bool:
         """Whether the first step is much slower than others, and a warm-up step avoids that."""
         return False
@@ -145,3 +150,18 @@ def make_backend(model: Any, guard: OptimizerGuard, jit: bool = False) -> KerasB
     from shoal.keras.backends.tensorflow import TensorFlowBackend
 
     return TensorFlowBackend(model, guard, jit)
+
+
+def build_model(model: Any, guard: OptimizerGuard, batch: Any) -> None:
+    """Create the variables of a model, as `fit` would before or in its first step.
+
+    A model without `call`, which has only a `train_step`, cannot be called with symbolic inputs; on TensorFlow plain
+    `fit` trains it all the same, because tracing the train step creates what is missing.
+    """
+    traceable = keras.backend.backend() == "tensorflow" and not model.run_eagerly
+    if not traceable or type(model).call is not keras.Model.call:
+        model._symbolic_build(data_batch=batch)
+        return
+    from shoal.keras.backends.tensorflow import trace_train_step
+
+    trace_train_step(model, guard, batch)

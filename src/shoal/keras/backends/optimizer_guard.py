@@ -3,14 +3,20 @@
 Only the attribute `apply` of the one instance is replaced, so the optimizer's class, name and configuration stay the
 same. A call of `apply` ends in one of three ways: inside `capturing` the gradients are recorded and nothing is applied
 (`model.fit`); with `on_apply` set they are passed to it (a script's own loop); otherwise the call is an error, because
-gradients applied to one member alone would make it differ from all others.
+gradients applied to one member alone would make it differ from all others. Inside `capturing`, any other optimizer that
+is applied is an error for the same reason, wherever the script keeps it; so the `apply` of Keras' base class is wrapped
+once, and the wrapper does nothing else.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any, NamedTuple
+
+import keras
 
 from shoal.errors import UnusableModel
 
@@ -23,6 +29,7 @@ class ApplyCall(NamedTuple):
 
 
 OnApply = Callable[[list[Any], list[Any] | None], None]
+_thread = threading.local()
 
 
 class OptimizerGuard:
@@ -35,6 +42,7 @@ class OptimizerGuard:
                 why="its apply method was replaced, so its gradients would be summed twice, or not at all",
                 do="compile the model with a plain Keras optimizer",
             )
+        _watch_all_optimizers()
         self.optimizer = optimizer
         self.on_apply: OnApply | None = None
         self._original_apply: Callable[..., Any] = optimizer.apply
@@ -52,10 +60,12 @@ class OptimizerGuard:
         """Record the calls of `apply` instead of executing them; yield the list, which gets one call at most."""
         captured: list[ApplyCall] = []
         self._captured = captured
+        _thread.capturing = True
         try:
             yield captured
         finally:
             self._captured = None
+            _thread.capturing = False
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         """Call the optimizer's own `apply`."""
@@ -90,3 +100,22 @@ def single_apply_call(captured: list[ApplyCall]) -> ApplyCall:
             do="call self.optimizer.apply_gradients in train_step",
         )
     return captured[0]
+
+
+@cache
+def _watch_all_optimizers() -> None:
+    """Refuse every optimizer that a train step applies beside the guarded one, whose own `apply` is not reached."""
+    base = next(kind for kind in reversed(keras.optimizers.Optimizer.__mro__) if "apply" in vars(kind))
+    original = base.apply
+
+    @wraps(original)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_thread, "capturing", False):
+            raise UnusableModel(
+                f"train_step applies a second optimizer, {type(self).__name__} {self.name!r}",
+                why="only the gradients of self.optimizer are summed over the members, so members would diverge",
+                do="apply self.optimizer once, to the variables of both parts; or train each part in a run of its own",
+            )
+        return original(self, *args, **kwargs)
+
+    base.apply = apply

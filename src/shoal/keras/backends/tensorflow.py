@@ -39,6 +39,12 @@ class TensorFlowBackend(KerasBackend):
             self._metric_results = tf.function(model.get_metrics_result)
 
     @property
+    def arithmetic(self) -> str:
+        threads = tf.config.threading.get_intra_op_parallelism_threads()
+        devices = {v.value.device for v in self.model.variables}
+        return f"{super().arithmetic} {tf.__version__}, {threads} threads, {sorted(devices)}"
+
+    @property
     def compiles(self) -> bool:
         # XLA compiles for one number of samples, and the warm-up step has another one than the steps that follow.
         return not self.model.run_eagerly and not self._jit
@@ -126,6 +132,19 @@ class TensorFlowBackend(KerasBackend):
             variable.assign(value)
         logs: Logs = self.model.get_metrics_result()
         return logs
+
+
+def trace_train_step(model: Any, guard: OptimizerGuard, batch: Any) -> None:
+    """Trace the train step without executing it, which creates the variables of the layers that it uses."""
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def train_step(data: Any) -> None:
+        with guard.capturing():
+            model.train_step(data)
+
+    batch = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), batch)
+    spec = keras.tree.map_structure(_open_spec, batch)
+    tf.function(train_step, input_signature=[spec]).get_concrete_function()
 
 
 def _with_gaps(count: int, indices: Sequence[int], gradients: Sequence[Any]) -> list[Any]:

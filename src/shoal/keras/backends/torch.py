@@ -17,6 +17,11 @@ from shoal.worker.training.loop import mentions_out_of_memory
 class TorchBackend(KerasBackend):
     """Backend whose variables are PyTorch tensors, on any device; their gradients are copied to the CPU."""
 
+    @property
+    def arithmetic(self) -> str:
+        devices = {v.value.device.type for v in self.model.variables}
+        return f"{super().arithmetic} {torch.__version__}, {torch.get_num_threads()} threads, {sorted(devices)}"
+
     def seed(self, seed: int) -> None:
         super().seed(seed)
         # Dropout without a seed of its own draws from this generator.

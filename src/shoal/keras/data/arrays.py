@@ -48,7 +48,7 @@ class ArraySource(SampleSource):
     Floating-point arrays are converted to Keras' `floatx`, as `model.fit` does.
     """
 
-    def __init__(self, data: tuple[Any, ...]) -> None:
+    def __init__(self, data: Any) -> None:
         self._data = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), data)
         arrays = _leaves(self._data)
         scalar = next((leaf for leaf, array in zip(_leaves(data), arrays, strict=True) if not array.ndim), None)
@@ -221,8 +221,8 @@ def source_of(data: Any, y: Any, sample_weight: Any, seed: int, shuffle: bool) -
         workers = data.workers if data.workers > 1 or data.use_multiprocessing else 0
         return SourceWithReaders(PyDatasetSource(data, seed, shuffle), workers, data.use_multiprocessing)
     if y is None and sample_weight is None:
-        data = data if isinstance(data, tuple) else (data,)
-        return SourceWithReaders(ArraySource(data))
+        # As in Keras: a batch of x alone is x itself, unless a list of several inputs could be taken for x and y.
+        return SourceWithReaders(ArraySource((data,) if isinstance(data, list) else data))
     return SourceWithReaders(ArraySource((data, y) if sample_weight is None else (data, y, sample_weight)))
 
 

@@ -44,12 +44,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.batch.goodput import LrScaling, lr_scaling_for
+from shoal.core.state_check import TensorDigest
 from shoal.errors import UnusableModel
 from shoal.keras.backends.base import Arrays, KerasBackend, Logs, TrainStepResult
 from shoal.keras.fit.train_function import TrainFunction
 from shoal.keras.fit.variables import layer_statistics, reseed, seed_variables, summed_loss, weight_ids
 from shoal.keras.modes.gradient_norms import KerasGradientNorms, expected_sizes
-from shoal.keras.modes.state import VariableGroup
+from shoal.keras.modes.state import VariableGroup, tensor_digests
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.flat_buffers import ArraySpec, FlatBuffers
 from shoal.worker.data.feed import Feed, IndexedFeed
@@ -162,6 +163,15 @@ class KerasTrainer(Loop, TrainFunction):
     def _seed(self, seed: int) -> None:
         self._backend.seed(seed)
         reseed(self._seed_variables, seed)
+
+    def _tensor_digests(self) -> Iterator[TensorDigest]:
+        model, backend = self._backend.model, self._backend
+        yield from tensor_digests("parameter", [v for v in model.variables if id(v) in weight_ids(model)], backend.read)
+        yield from tensor_digests("buffer", self._statistics, backend.read)
+        yield from tensor_digests("optimizer", backend.optimizer.variables, backend.read)
+
+    def _arithmetic(self) -> str:
+        return self._backend.arithmetic
 
     def _check_micro_batch(self, current: Step, number: int) -> None:
         """Accept every micro-batch: the loop body is not the script's."""
@@ -293,6 +303,7 @@ class KerasTrainer(Loop, TrainFunction):
             total = self._receive_reports(current, gathered)
             self._fill_tail(current, total)
             sums.finish(exchange, total / current.global_batch_size if total else 1.0)
+            self._state_check.compare(current)
         except ExchangeBroken as broken:
             self._session.fail(broken)
             return False

@@ -10,11 +10,13 @@ and an uncommitted round is undone from copies of all that it changed.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from shoal.core import sync_mode
+from shoal.core.state_check import TensorDigest
 from shoal.errors import UnsupportedWithLocalSgd
 from shoal.keras.backends.base import Arrays, KerasBackend, Logs, TrainStepResult
 from shoal.keras.modes.every_step import KerasLoopTrainer, KerasTrainer
@@ -102,6 +104,10 @@ class KerasLocalTrainer(KerasTrainer):
             self._backend.apply(sums, result.statistics, result.metrics_after)
         self._end_local_batch(current)
         return self._backend.metric_results() if current.committed else None
+
+    def _tensor_digests(self) -> Iterator[TensorDigest]:
+        """Yield those of the model: the state of the optimizer is each member's own."""
+        return (tensor for tensor in super()._tensor_digests() if tensor.kind != "optimizer")
 
     # --- the end of a round
 

@@ -7,13 +7,14 @@ come before those of the variables; the header holds an extension code in their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.state_check import PROBES, Kind, TensorDigest, digest
 from shoal.errors import ModelMismatch, StateMalformed
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -44,6 +45,15 @@ class VariableGroup:
         for variable, raw in zip(self._variables(), buffers, strict=True):
             like = self._read(variable)
             variable.assign(raw.view(like.dtype).reshape(like.shape))
+
+
+def tensor_digests(kind: Kind, variables: Sequence[Any], read: Callable[[Any], NDArray[Any]]) -> Iterator[TensorDigest]:
+    """Yield the digests of these variables; names of layers may differ between members, positions may not."""
+    for number, variable in enumerate(variables):
+        value = read(variable)
+        flat = value.reshape(-1)
+        probes = flat[:: max(1, flat.size // PROBES)][:PROBES].astype(np.float64)
+        yield TensorDigest(f"{kind} {number}, {variable.path}", kind, digest(_as_bytes(value)), tuple(probes.tolist()))
 
 
 class _KerasStateHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

@@ -41,13 +41,14 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from math import inf
 from typing import Any
 
 import torch
 
+from shoal.core.state_check import TensorDigest
 from shoal.errors import SamplesCoupled, UnusableBackward, UnusableExchange
 from shoal.torch.data.fetch import TorchRngState
 from shoal.torch.gradients.buckets import Buckets, StepAborted
@@ -61,6 +62,7 @@ from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
 from shoal.torch.gradients.unattached import OptimizerWatch, check_companions, check_loss, is_checked_step
 from shoal.torch.modes.lr_scaling import ScaledLearningRate
 from shoal.torch.state.copies import ModelCopies
+from shoal.torch.state.digests import tensor_digests
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.data.feed import Feed, IndexedFeed
@@ -145,6 +147,14 @@ class TorchTrainer(Loop):
 
     def _seed(self, seed: int) -> None:
         seed_everything(seed)
+
+    def _tensor_digests(self) -> Iterable[TensorDigest]:
+        return tensor_digests(self._training_state.parts, self.optimizers)
+
+    def _arithmetic(self) -> str:
+        assert self.model is not None
+        devices = {p.device.type for p in self.model.parameters()}
+        return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {sorted(devices)}"
 
     def _rate(self) -> float:
         return sum(float(group.get("lr") or 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -324,6 +334,7 @@ class TorchTrainer(Loop):
                 fraction = current.micro_batch_weight / current.global_batch_size
             self._running_stats.write_to(self._buckets, fraction)
             self._buckets.finish(total / current.global_batch_size if total else 1.0, current.empty)
+            self._state_check.compare(current)
             current.wait_s = time.perf_counter() - current.started_at - current.compute_s
             current.reduced = True
             # Gradients are equal now. What the script draws from here on, such as noise for them, must be equal too.

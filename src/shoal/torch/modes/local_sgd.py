@@ -36,17 +36,19 @@ that the script calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shoal.core.state_check import TensorDigest
 from shoal.core.sync_mode import SyncMode
 from shoal.errors import UnsupportedWithLocalSgd, UnusableBackward
 from shoal.torch.gradients.guards import missing_backward, refuse_step_outside_loop
 from shoal.torch.modes.every_step import TorchTrainer
 from shoal.torch.modes.outer_optimizer import OuterOptimizer, ParameterDeltas, RoundStart
+from shoal.torch.state.digests import tensor_digests
 from shoal.worker.data.round_feed import LocalBatch, RoundFeed
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
@@ -241,6 +243,10 @@ class TorchLocalTrainer(TorchTrainer):
         if current.on_last_micro_batch:
             self._end_round(current)
 
+    def _tensor_digests(self) -> Iterable[TensorDigest]:
+        """Return those of the model: the state of the optimizers is each member's own."""
+        return tensor_digests(self._training_state.parts, ())
+
     def _rate(self) -> float:
         """Return 0: members are at different points of the schedule within a round."""
         return 0.0
@@ -282,6 +288,7 @@ class TorchLocalTrainer(TorchTrainer):
         counts = [self._local_step.number, *self._scheduler_calls]
         deltas.counts.copy_(torch.tensor([0] * len(counts) if current.empty else counts))
         deltas.average(current.exchange, self._start.values, fraction)
+        self._state_check.compare(current)
         current.wait_s = time.perf_counter() - began
         current.reduced = True
 

@@ -156,6 +156,11 @@ class Session(MemberWorlds):
         """Return whether training ends at this step, before the last one, because a script has left its loop."""
         return self._end_at is not None and step >= self._end_at
 
+    def forget_state(self) -> None:
+        """Drop the state, which differs from that of the others; the next world brings theirs."""
+        with self._changed:
+            self.step = None
+
     def finish(self) -> bool:
         """Return whether every member of this world has committed the last step; if not, call `next_step` again."""
         if self.ends_at(self.step or 0):

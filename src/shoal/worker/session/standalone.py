@@ -99,6 +99,9 @@ class StandaloneSession:
     def fail(self, broken: ExchangeBroken) -> None:
         raise broken
 
+    def forget_state(self) -> None:
+        """Do nothing: there is nobody to differ from."""
+
     def finish(self) -> bool:
         self._show_last_progress()
         return True

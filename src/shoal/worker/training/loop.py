@@ -30,7 +30,8 @@ Failures, in short:
 - This member runs out of memory: the feed halves its micro-batches and the step is `discarded` and repeated. If some
   gradients were already sent, the world is broken too, so that all members repeat it.
 - Members disagree (steps, shares, learning rates): `MembersDiverged`. It is a defect of the script or of Shoal and is
-  never ignored, because training on would silently produce a different model on each member.
+  never ignored, because training on would silently produce a different model on each member. Now and then they compare
+  their parameters too (`state_check`): `StateDiverged`.
 - The script leaves the loop early (`break`, `return`): training ends at that step for all members. The session tells
   the coordinator, and the other members' loops end when they have committed the same step (`session.ends_at`).
 - The script raises: nothing is reported as done. The process ends, and the coordinator restarts it or not.
@@ -43,11 +44,12 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shoal.core import step_report
 from shoal.core.batch.auto_batch import AutoBatch
+from shoal.core.state_check import TensorDigest
 from shoal.core.world import World
 from shoal.errors import MembersDiverged, OutOfMemory, SharesOutOfBounds
 from shoal.worker.collectives.catch_up import ZeroBuffer
@@ -60,6 +62,7 @@ from shoal.worker.training.loss_monitor import LossMonitor
 from shoal.worker.training.metrics import finite_metrics
 from shoal.worker.training.noise_sampling import NoiseSampler
 from shoal.worker.training.slowdown import slowdown_for
+from shoal.worker.training.state_check import StateCheck
 from shoal.worker.training.step import Step
 from shoal.worker.training.step_timing import StepTimer
 from shoal.worker.training.training_state import TrainingState
@@ -90,6 +93,7 @@ class Loop(ABC):
         self._loss: float | None = None
         self._loss_monitor = LossMonitor(session)
         self._slowdown = slowdown_for(session.me, session.settings.emulate)
+        self._state_check = StateCheck(session, self._tensor_digests, self._arithmetic)
         session.status = self._status
 
     @property
@@ -123,6 +127,14 @@ class Loop(ABC):
 
     def _end_loop(self) -> None:  # noqa: B027
         """Release what `_start_loop` took; by default nothing."""
+
+    def _tensor_digests(self) -> Iterable[TensorDigest]:
+        """Return the digests of all tensors that must be equal on all members between two steps."""
+        return ()
+
+    def _arithmetic(self) -> str:
+        """Return a text that is equal where the framework gives equal bits on equal processors."""
+        return ""
 
     # --- the loop
 
@@ -178,11 +190,12 @@ class Loop(ABC):
         world, exchange = session.world, session.exchange
         if world is None or exchange is None:
             return
+        catching_up = self._catching_up(world, number)
+        digest = self._state_check.digest(number, world, catching_up)
         began = time.perf_counter()
         session.set_phase("data")
         if self._slowdown is not None:
             self._slowdown.begin(number)
-        catching_up = self._catching_up(world, number)
         micro_batches = feed.micro_batches(number, world, session.rank, catching_up)
         current = Step(
             number,
@@ -196,6 +209,7 @@ class Loop(ABC):
             first=not self.timer.commits,
             shard_range=feed.shard_range,
             common_seed=step_seed(seed, number, -1),
+            digest=digest,
         )
         if self.current is None or not self.current.discarded:
             self._previous = self.current
@@ -260,6 +274,8 @@ class Loop(ABC):
             flags=self._session.flags,
             more=self.feed.has_more(),
             rate=self._rate(),
+            checksum=current.digest.checksum if current.digest is not None else 0,
+            checksum_s=current.digest.seconds if current.digest is not None else 0.0,
         )
 
     def _rate(self) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shoal.core.shares.reduction_tree import ShardRange
+from shoal.core.state_check import StateDigest
 from shoal.core.step_report import StepReport
 from shoal.core.world import World
 from shoal.worker.collectives.exchange import Exchange
@@ -58,6 +59,7 @@ class Step:
     stepped: set[int] = field(default_factory=set)
     metrics: dict[str, Any] = field(default_factory=dict)
     reports: tuple[StepReport, ...] = ()
+    digest: StateDigest | None = None
     data_s: float = 0.0
     compute_s: float = 0.0
     wait_s: float = 0.0

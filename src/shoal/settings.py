@@ -128,6 +128,10 @@ class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     ] = 30.0
     tensorboard: Annotated[bool, Meta(description="write TensorBoard event files to the run's directory")] = True
     emulate: Annotated[Text, Meta(description="relative speeds that members emulate, such as 1,0.5")] = ""
+    visibility: Annotated[
+        Literal["private", "shared"],
+        Meta(description="whether other users of the coordinator may read logs and outputs"),
+    ] = "private"
     start_timeout_s: Annotated[
         Seconds, Meta(gt=0, description="how long to retry failing pools before the run starts")
     ] = 600.0

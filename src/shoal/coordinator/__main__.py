@@ -27,22 +27,27 @@ from shoal.coordinator.pools.provisioner import open_pools
 from shoal.coordinator.server import listen as server_listen
 from shoal.coordinator.server import tls
 from shoal.coordinator.server.batching_selector import new_loop
+from shoal.coordinator.server.connection_limit import ConnectionLimit, LimitedListener
 from shoal.coordinator.server.idle_timeout import IdleTimeoutProtocol
+from shoal.coordinator.server.log_limit import limit_logs
 from shoal.coordinator.server.websocket import DirectSocket
 from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.storage import blobs, run_files
 from shoal.coordinator.timers import Timers
 from shoal.core import addresses
-from shoal.errors import BadCredentials, JournalUnwritable, ShoalError
+from shoal.errors import BadCredentials, BadDirectory, JournalUnwritable, ShoalError
 from shoal.store.journal import Journal
 from shoal.store.sqlite_views import SqliteViews
 from shoal.wire import credentials
 from shoal.wire.codec import MAX_MESSAGE_BYTES
+from shoal.wire.pool_files import FILE as POOLS
 from shoal.wire.pool_files import URLS
 
 MAX_FILES = 1 << 16
 SWEEP_UPLOADS_S = 60.0
 SWEEP_BLOBS_S = 3600.0
+OPEN_TO_OTHERS = 0o077
+WRITTEN_BEFORE = {POOLS, "token", "tokens"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,19 +97,23 @@ async def _serve(directory: Path, host: str, port: int, lifeline: int | None, na
     except BaseException:
         journal.close()
         raise
+    limit = ConnectionLimit()
+    listeners = [LimitedListener.take_over(listener, limit) for listener in listeners]
     service = CoordinatorService(directory, journal, SqliteViews(directory), name=directory.resolve().name)
     service.replay()
     routes = ApiRoutes(service, lambda: server.end_for_good())
     auth = AuthMiddleware(
         Starlette(routes=routes.routes()),  # type: ignore[arg-type]
         TokenStore(directory, token),
-        loopback_only=is_loopback(host),
+        is_loopback(host),
+        limit.admit,
     )
     server = _Server(_config(auth, directory, secure))
     _announce(directory, server_listen.urls(host, listeners[0].getsockname()[1], secure, named))
     if lifeline is not None:
         asyncio.get_running_loop().add_reader(lifeline, _on_lifeline, lifeline, server)
     timers = Timers(service)
+    timers.every_tick(limit.close_late)
     timers.every_tick(routes.agent_handler.close_silent)
     timers.every_tick(blobs.sweep_every(routes.blobs, service.state.projects, SWEEP_BLOBS_S))
     timers.every_tick(run_files.sweep_every(routes.files, lambda: list(service.state.runs), SWEEP_UPLOADS_S))
@@ -176,6 +185,8 @@ def _config(app: AuthMiddleware, directory: Path, secure: bool) -> uvicorn.Confi
         access_log=False,
         log_level="warning",
         lifespan="off",
+        # A header must not say who the client is: limits and addresses of machines depend on it.
+        proxy_headers=False,
         timeout_graceful_shutdown=1,
         server_header=False,
         date_header=False,
@@ -183,6 +194,7 @@ def _config(app: AuthMiddleware, directory: Path, secure: bool) -> uvicorn.Confi
         ssl_keyfile=str(directory / tls.KEY) if secure else None,
     )
     config.load()
+    limit_logs("uvicorn", "uvicorn.error", "uvicorn.access")
     if config.ssl is not None:
         tls.use_small_buffers()
         # A session ticket looks like data to a member that has not sent a request; it would block in a read.
@@ -191,11 +203,25 @@ def _config(app: AuthMiddleware, directory: Path, secure: bool) -> uvicorn.Confi
 
 
 def _make_directory(directory: Path) -> None:
+    """Create the directory, or close an existing one to other users: it holds tokens and what users print."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if directory.stat().st_mode & OPEN_TO_OTHERS:
+            if not (directory / "runs").is_dir() and {path.name for path in directory.iterdir()} - WRITTEN_BEFORE:
+                raise _not_ours(directory)
+            directory.chmod(0o700)
         (directory / "runs").mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
         raise _directory_error(directory, error) from error
+
+
+def _not_ours(directory: Path) -> BadDirectory:
+    return BadDirectory(
+        "the directory of a coordinator must be its own",
+        where=str(directory),
+        why="other users may enter it, and it holds files that are not a coordinator's",
+        do="choose an empty directory, or a new one, with --dir",
+    )
 
 
 def _directory_error(directory: Path, error: OSError) -> JournalUnwritable:

@@ -62,7 +62,17 @@ class ViewWriter:
         return structs.replace(view, tensorboard=folder, tensorboard_error=error)
 
     def runs(self) -> list[RunView]:
-        return [self.run(name) for name in self._state.runs]
+        """Return the views of all runs; one that cannot be made is left out, and the log says why."""
+        views = (self._run_or_none(name) for name in self._state.runs)
+        return [view for view in views if view is not None]
+
+    def _run_or_none(self, name: str) -> RunView | None:
+        try:
+            return self.run(name)
+        except Exception:
+            # One run that cannot be shown must not hide the others, and never end the coordinator.
+            log.exception("run %s cannot be shown", name)
+            return None
 
     def agents(self) -> list[AgentView]:
         return api_views.agent_views(self._state, self._live.agents, self._live.clock.now())
@@ -88,12 +98,19 @@ class ViewWriter:
     def add(self, entry: JournalEntry, event: Any, instructions: Instructions, *, shown: bool = False) -> None:
         """Queue the rows of one event, unless they were stored already, and mark its runs as changed."""
         name = getattr(event, "run", "") or entry.run
+        self._changed.update((name, *(run for run, _ in instructions)))
         if not shown:
+            self._put_rows(entry, event, instructions, name)
+
+    def _put_rows(self, entry: JournalEntry, event: Any, instructions: Instructions, name: str) -> None:
+        try:
             for line in view_rows.put(self._views, entry, event, instructions, self._state.runs.get(name)):
                 run = self._state.runs.get(line.run)
                 if run is not None and run.tensorboard:
                     self._event_files.record_line(self._run_dir(run.name), line, run.membership.step)
-        self._changed.update((name, *(run for run, _ in instructions)))
+        except Exception:
+            # The event is journaled and applied: its instructions must be carried out, whatever its rows are.
+            log.exception("event %d of run %s cannot be shown", entry.seq, name)
 
     def add_metric(self, run: str, at: float, progress: ProgressMeasured) -> None:
         """Queue the row of a measurement, and mark its run as changed."""
@@ -140,9 +157,10 @@ class ViewWriter:
             if self._is_too_soon(name):
                 self._changed.add(name)
                 continue
-            view = self.run(name)
-            self._views.put_run(view)
-            if view.tensorboard:
+            view = self._run_or_none(name)
+            if view is not None:
+                self._views.put_run(view)
+            if view is not None and view.tensorboard:
                 self._event_files.record_view(view, usual_step_s(self._live.run(name)), self._live.clock.now())
             if self._state.runs[name].has_ended:
                 self._logs.close(name)

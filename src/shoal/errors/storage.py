@@ -122,6 +122,16 @@ class EventUnstorable(StorageError):
     code = "S524"
 
 
+class BadDirectory(StorageError):
+    """The directory given for a coordinator is open to other users and used for something else.
+
+    A coordinator closes its directory to others, because tokens and the output of users are in it. It does that to an
+    empty directory and to one that a coordinator has used before, but not to one with other files.
+    """
+
+    code = "S525"
+
+
 class PackDamaged(StorageError):
     """The function or the files of a run are not what ``shoal.run`` wrote, so the member does not load them.
 

@@ -52,7 +52,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     argv: Texts
     cwd: Text
-    members: tuple[Count, Count]
+    members: tuple[Integer, Integer]
     env: Labels = {}
     module: bool = False
     settings: SettingValues = {}
@@ -278,8 +278,8 @@ class StopRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """New minimum and maximum number of members, and the new budget if that changes too."""
 
-    min: Count
-    max: Count
+    min: Integer
+    max: Integer
     budget: Real | None = None
 
 

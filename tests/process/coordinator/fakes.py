@@ -28,16 +28,16 @@ WAIT_S = 60.0
 
 
 class Coordinator:
-    """`python -m shoal.coordinator` on a directory."""
+    """`python -m shoal.coordinator` on a directory; `prefix` is a command that runs it."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, prefix: tuple[str, ...] = ()) -> None:
         self.directory = directory
-        self.options = options
+        self.options, self.prefix = options, prefix
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         (self.directory / "pid").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "shoal.coordinator", "--dir", str(self.directory), *self.options]
+        command = [*self.prefix, sys.executable, "-m", "shoal.coordinator", "--dir", str(self.directory), *self.options]
         process = subprocess.Popen(command, stderr=subprocess.PIPE)
         deadline = time.monotonic() + WAIT_S
         while True:

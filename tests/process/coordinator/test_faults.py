@@ -76,7 +76,8 @@ def test_disk_full_at_start_is_reported(tmp_path: Path, room: int) -> None:
 
 @pytest.mark.parametrize("name", ["pid.part", "url.part"])
 def test_unwritable_address_file_is_reported(tmp_path: Path, name: str) -> None:
-    (tmp_path / "c" / name).mkdir(parents=True)
+    (tmp_path / "c").mkdir(mode=0o700)
+    (tmp_path / "c" / name).mkdir()
     command = [sys.executable, "-m", "shoal.coordinator", "--dir", str(tmp_path / "c")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert found.returncode == 4

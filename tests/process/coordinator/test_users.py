@@ -54,6 +54,20 @@ def test_users_see_all_runs_and_change_their_own(coordinator: Coordinator) -> No
     assert coordinator.view(run)["user"] == "ada"
 
 
+def test_logs_and_outputs_are_private_unless_shared(coordinator: Coordinator) -> None:
+    ada, bob = token(coordinator, "ada"), token(coordinator, "bob")
+    spec = {"name": "train", "argv": ["train.py"], "cwd": "/tmp", "members": [1, 1]}
+    private = coordinator.ask("POST", "/v1/runs", spec, ada)[1]["run"]
+    shared = coordinator.ask("POST", "/v1/runs", {**spec, "settings": {"visibility": "shared"}}, ada)[1]["run"]
+    for path in ("logs", "story", "files?folder=outputs"):
+        status, problem = coordinator.ask("GET", f"/v1/runs/{private}/{path}", headers=bob)
+        assert (status, problem["code"]) == (400, "S213"), path
+        for run, headers in ((private, ada), (private, None), (shared, bob)):
+            assert coordinator.ask("GET", f"/v1/runs/{run}/{path}", headers=headers)[0] == 200, path
+    assert coordinator.ask("GET", f"/v1/runs/{private}", headers=bob)[1]["status"] == "starting"
+    assert coordinator.ask("POST", f"/v1/runs/{shared}/stop", {}, bob)[1]["code"] == "S213", "only to read"
+
+
 def test_user_token_opens_no_websocket_and_cannot_shut_down(coordinator: Coordinator) -> None:
     ada = token(coordinator, "ada")
     for path in ("/v1/agent", "/v1/member"):
@@ -108,10 +122,23 @@ def test_files_of_runs_are_private_to_the_owner(tmp_path: Path) -> None:
     coordinator = Coordinator(directory)
     try:
         assert submit(coordinator, token(coordinator, "ada"))[0] == 200
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         readable = {path.name for path in directory.iterdir() if path.stat().st_mode & 0o077}
     finally:
         coordinator.close()
     assert readable <= {"pid", "url", "urls"}
+
+
+def test_directory_of_something_else_is_refused_and_keeps_its_mode(tmp_path: Path) -> None:
+    directory = tmp_path / "home"
+    directory.mkdir()
+    directory.chmod(0o755)
+    (directory / "thesis.tex").write_text("x")
+    argv = [sys.executable, "-m", "shoal.coordinator", "--dir", str(directory)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert "S525" in done.stderr
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o755
+    assert [path.name for path in directory.iterdir()] == ["thesis.tex"]
 
 
 def test_blob_is_stored_once_and_only_if_it_matches_its_hash(coordinator: Coordinator) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from shoal.coordinator import api_views
 from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.storage import view_rows
 from shoal.core.runs.events import RunCreated, UserStopRequested
+from shoal.core.runs.state import RunState
 from shoal.store import sqlite_views
 from shoal.store.journal import Journal
 from shoal.store.sqlite_views import RowBatch, SqliteViews
-from shoal.wire.api import RunSpec
+from shoal.wire.api import RunSpec, RunView
 
 SPEC = RunSpec("r", ("train.py",), "/", (1, 1))
 
@@ -51,6 +57,37 @@ def test_older_view_is_never_written_over_a_newer_one(tmp_path: Path) -> None:
     assert "UserStopRequested" in kinds
     assert [view.status for view in sqlite_views.runs(tmp_path)] == ["stopped"]
     assert views.seq == 2
+    service.close()
+
+
+def test_run_that_cannot_be_shown_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
+    real = api_views.run_view
+
+    def fails_for_one(run: RunState, *rest: Any) -> RunView:
+        if run.name == "r-1":
+            raise ValueError("odd")
+        return real(run, *rest)
+
+    monkeypatch.setattr(api_views, "run_view", fails_for_one)
+    for name in ("r-1", "r-2"):
+        service.handle(name, RunCreated(SPEC, {"tensorboard": False}))
+    asyncio.run(service.views.flush())
+    assert [view.run for view in service.views.runs()] == ["r-2"]
+    assert [view.run for view in sqlite_views.runs(tmp_path)] == ["r-2"]
+    service.close()
+
+
+def test_event_whose_rows_cannot_be_made_is_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
+
+    def fail(*_arguments: Any) -> None:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(view_rows, "put", fail)
+    service.handle("r-1", RunCreated(SPEC, {"tensorboard": False}))
+    service.handle("r-1", UserStopRequested("enough", False, 0.0))
+    assert service.state.runs["r-1"].has_ended
     service.close()
 
 

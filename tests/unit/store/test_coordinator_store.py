@@ -232,7 +232,7 @@ def test_what_is_not_there_is_said_so(town: Town) -> None:
 
 
 def test_what_the_coordinator_cannot_keep_is_said_as_it_was(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.coordinator.storage.run_files.RESERVED_BYTES", 1 << 60)
+    monkeypatch.setattr("shoal.coordinator.storage.disk_reserve.RESERVED_BYTES", 1 << 60)
     with pytest.raises(OSError, match="no space") as raised:
         town.store().put("a", [b"x"])
     assert raised.value.errno == errno.ENOSPC
@@ -258,7 +258,7 @@ def test_a_disk_that_is_full_there_costs_one_checkpoint_and_no_older_one(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint.write(town.store(), snapshot(1), "me", run="r", world=1, meta={})
-    monkeypatch.setattr("shoal.coordinator.storage.run_files.RESERVED_BYTES", 1 << 60)
+    monkeypatch.setattr("shoal.coordinator.storage.disk_reserve.RESERVED_BYTES", 1 << 60)
     with pytest.raises(
         CheckpointFailed, match="cannot write the checkpoint of step 2 to coordinator://r/checkpoints"
     ) as raised:

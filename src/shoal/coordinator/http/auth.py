@@ -53,10 +53,15 @@ class FailedLogins:
 
 
 class AuthMiddleware:
-    """ASGI middleware that passes authenticated requests and WebSockets on and replies to all others itself."""
+    """ASGI middleware that passes authenticated requests and WebSockets on and replies to all others itself.
 
-    def __init__(self, app: App, tokens: TokenStore, loopback_only: bool) -> None:
-        self._app, self._tokens = app, tokens
+    `admit` is called with the client of each connection that has shown a valid token.
+    """
+
+    def __init__(
+        self, app: App, tokens: TokenStore, loopback_only: bool, admit: Callable[[tuple[str, int]], None]
+    ) -> None:
+        self._app, self._tokens, self._admit = app, tokens, admit
         self._loopback_only = loopback_only
         self._failures = FailedLogins()
 
@@ -81,6 +86,7 @@ class AuthMiddleware:
         user = self._tokens.user_of(headers.get(b"authorization", b""))
         if user is not None:
             scope[USER] = user
+            self._admit(tuple(scope.get("client") or ("", 0)))
             if user == OWNER or (scope["type"] == "http" and scope["path"] not in OWNER_PATHS):
                 return None
             what, do = f"user {user} may not do this", "use the coordinator's own token file"

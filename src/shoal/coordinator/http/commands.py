@@ -39,6 +39,7 @@ from shoal.wire.api import RunView, ScaleRequest, SetupReport, StopRequest
 
 ROLES = (TRAINER, SERVER, EVALUATOR)
 MAX_REPORT_TEXT = 1000
+SHARED = "shared"
 ID_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
 
@@ -65,12 +66,17 @@ class RunCommands:
             raise AmbiguousRun(f"several runs match {text}", why=names, do="use more of the id")
         return matching[0]
 
+    def find_readable(self, user: str, text: str) -> RunState:
+        """Return a run whose logs, story and files this user may read: their own, or a shared one."""
+        run = self.find(text)
+        return run if run.settings.get("visibility") == SHARED else self.find_own(user, run.name)
+
     def find_own(self, user: str, text: str) -> RunState:
         """Return a run that this user may change: their own, or any run if they are the coordinator's owner."""
         run = self.find(text)
         if user and run.user != user:
             owner = run.user or "the coordinator's owner"
-            do = f"ask {owner}, or use the coordinator's own token file"
+            do = f"ask {owner}, or use the coordinator's own token file; visibility=shared lets others read"
             raise PermissionDenied(f"run {run.name} belongs to {owner}, not to {user}", do=do)
         return run
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
@@ -50,6 +50,7 @@ SHUT_DOWN_WITHIN_S = 10.0
 MAX_BODY_BYTES = 1 << 20
 MAX_LINES = 10_000
 MAX_POSITION = 1 << 62
+CLIENT_GONE = 499
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -68,7 +69,7 @@ class ApiRoutes:
         self._commands = RunCommands(service)
         self.blobs, self._environments = Blobs(service.directory / FOLDER), Blobs(service.directory / ENVIRONMENT_BLOBS)
         self.files = RunFiles(service.run_dir)
-        self._file_routes = FileRoutes(self.files, lambda user, run: self._commands.find_own(user, run).name)
+        self._file_routes = FileRoutes(self.files, lambda user, run: self._commands.find_readable(user, run).name)
         self._shut_down = shut_down
         self._shutting_down: asyncio.Task[None] | None = None
 
@@ -111,12 +112,12 @@ class ApiRoutes:
         return self._service.views.run(self._commands.find(request.path_params["run"]).name)
 
     async def story(self, request: Request) -> object:
-        run = self._commands.find(request.path_params["run"])
+        run = self._commands.find_readable(_user(request), request.path_params["run"])
         member, after, limit = _page(request)
         return await self._service.views.story(run, member, after, limit)
 
     async def logs(self, request: Request) -> object:
-        run = self._commands.find(request.path_params["run"])
+        run = self._commands.find_readable(_user(request), request.path_params["run"])
         member, after, limit = _page(request)
         return await asyncio.to_thread(logs.page, self._service.directory, run.name, member, after, limit)
 
@@ -270,6 +271,8 @@ def _json(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
             return Response(msgspec.json.encode(result), media_type="application/json")
         except ShoalError as error:
             return _error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)  # to no one: the client closed the connection in mid-request
 
     return respond
 

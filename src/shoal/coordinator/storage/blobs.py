@@ -1,7 +1,8 @@
 """Blob store of the coordinator: files of projects and environments by their hash.
 
 A client uploads each file once, whichever runs need it; agents download what they lack. Blobs that no active or
-resumable run needs are removed a day after they were last uploaded or asked for.
+resumable run needs are removed a day after they were last uploaded or asked for. All blobs together have a quota, and
+none may use the space that is reserved for the journal.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
-from shoal.errors import BadRequest, JournalUnwritable, PackDamaged, UnknownBlob
+from shoal.coordinator.storage import disk_reserve
+from shoal.errors import BadRequest, CoordinatorFull, PackDamaged, UnknownBlob
 from shoal.pack import project
 
 FOLDER = "blobs"
@@ -25,6 +27,8 @@ FOLDER = "blobs"
 ENVIRONMENT_BLOBS = "environment_blobs"
 KEEP_S = 24 * 3600.0
 MAX_BLOB_BYTES = 4 << 30
+QUOTA_BYTES = 64 << 30
+CHECK_DISK_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -34,6 +38,7 @@ class Blobs:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._size_bytes: int | None = None
 
     def missing(self, digests: Iterable[str]) -> list[str]:
         """Return the hashes that are not stored; keep the others for another day, as the caller relies on them."""
@@ -72,20 +77,39 @@ class Blobs:
         try:
             self._directory.mkdir(exist_ok=True, mode=0o700)
             with part.open("wb") as file:
+                checked_bytes = 0
                 async for chunk in chunks:
                     size_bytes += len(chunk)
-                    if size_bytes > MAX_BLOB_BYTES:
-                        raise BadRequest("the blob is too large", why=f"the limit is {MAX_BLOB_BYTES} bytes")
+                    if size_bytes > checked_bytes:
+                        checked_bytes += CHECK_DISK_BYTES
+                        self._require_space(size_bytes)
                     received.update(chunk)
                     file.write(chunk)
             if received.hexdigest() != digest:
                 raise BadRequest("the blob does not match its hash", why="SHA-256 mismatch", do="upload it again")
             os.replace(part, path)
+            self._size_bytes = self._stored_bytes() + size_bytes
         except OSError as error:
-            raise JournalUnwritable("the coordinator cannot store the blob", why=str(error)) from error
+            raise CoordinatorFull("the coordinator cannot store the blob", why=str(error)) from error
         finally:
             with contextlib.suppress(OSError):
                 part.unlink()
+
+    def _require_space(self, size_bytes: int) -> None:
+        """Raise if a blob that has grown to this size may grow no further."""
+        if size_bytes > MAX_BLOB_BYTES:
+            raise BadRequest("the blob is too large", why=f"the limit is {MAX_BLOB_BYTES} bytes")
+        if self._stored_bytes() + size_bytes > QUOTA_BYTES:
+            why = f"files of projects use {QUOTA_BYTES >> 30} GiB, which is all they may"
+            do = "unneeded ones are removed after a day; until then run without sending the project (ship=never)"
+            raise CoordinatorFull("no space for the project at the coordinator", why=why, do=do)
+        disk_reserve.require(self._directory, CHECK_DISK_BYTES)
+
+    def _stored_bytes(self) -> int:
+        """Return the size of all blobs; they are counted once, and again after a sweep."""
+        if self._size_bytes is None:
+            self._size_bytes = sum(entry.stat().st_size for entry in os.scandir(self._directory))
+        return self._size_bytes
 
     async def sweep(self, projects: Iterable[str]) -> int:
         """Remove old blobs that none of these projects needs; return how many."""
@@ -97,6 +121,7 @@ class Blobs:
                     path.unlink()
                     removed += 1
             await asyncio.sleep(0)
+        self._size_bytes = None
         return removed
 
     def _unneeded(self, projects: Iterable[str]) -> list[Path]:

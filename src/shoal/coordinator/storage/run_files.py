@@ -18,12 +18,12 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from shoal.coordinator.storage import disk_reserve
 from shoal.errors import BadRequest, CoordinatorFull, StorageError, UnknownFile, UploadCorrupt
 from shoal.wire.api import FilePage, FileView
 
@@ -35,8 +35,6 @@ MAX_FILE_BYTES = 256 << 30
 MAX_CHUNK_BYTES = 8 << 20
 MAX_NAME_BYTES = 1024
 MAX_NAME_PART_BYTES = 255
-# The journal is on the same disk, and nothing is decided without it.
-RESERVED_BYTES = 128 << 20
 STALE_S = 900.0
 _READ_BYTES = 1 << 20
 _ID = re.compile(r"[0-9a-f]{16,64}")
@@ -64,7 +62,7 @@ class RunFiles:
             raise BadRequest(f"unknown folder {folder!r} of a run", do=f"use {', '.join(READABLE)}")
         directory = Path(self._directory_of(run))
         files = tuple(file for file in list_files(directory / folder) if file.name.startswith(prefix))
-        return FilePage(files, max(0, _free_bytes(directory) - RESERVED_BYTES))
+        return FilePage(files, max(0, disk_reserve.free_bytes(directory) - disk_reserve.RESERVED_BYTES))
 
     def path(self, run: str, name: str) -> Path:
         """Return the path of a file; raise UnknownFile."""
@@ -176,8 +174,7 @@ def digest_of(path: Path) -> str:
 
 def _append(part: Path, offset: int, chunk: bytes, name: str) -> None:
     part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if _free_bytes(part.parent) - len(chunk) < RESERVED_BYTES:
-        raise OSError(errno.ENOSPC, f"the last {RESERVED_BYTES >> 20} MiB are reserved for the journal")
+    disk_reserve.require(part.parent, len(chunk))
     size = part.stat().st_size if part.exists() else 0
     if offset > size:
         why = f"the chunk starts at byte {offset}, but only {size} bytes have arrived"
@@ -218,12 +215,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _free_bytes(directory: Path) -> int:
-    while not directory.exists():
-        directory = directory.parent
-    return shutil.disk_usage(directory).free
 
 
 def _storage_error(error: OSError, name: str, part: Path) -> StorageError:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator.storage.blobs import KEEP_S, Blobs
-from shoal.errors import BadRequest, UnknownBlob
+from shoal.errors import BadRequest, CoordinatorFull, UnknownBlob
 
 
 async def chunks(*data: bytes) -> AsyncIterator[bytes]:
@@ -46,3 +46,18 @@ def test_only_old_blobs_are_swept(tmp_path: Path) -> None:
     os.utime(blobs.path(old), (past, past))
     assert asyncio.run(blobs.sweep([])) == 1
     assert blobs.missing([old, young]) == [old]
+
+
+def test_blobs_have_a_quota_and_leave_the_reserve_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = Blobs(tmp_path)
+    monkeypatch.setattr("shoal.coordinator.storage.blobs.QUOTA_BYTES", 10)
+    asyncio.run(blobs.put(digest(b"12345678"), chunks(b"12345678")))
+    with pytest.raises(CoordinatorFull, match="no space for the project"):
+        asyncio.run(blobs.put(digest(b"abc"), chunks(b"abc")))
+    asyncio.run(blobs.sweep([]))
+    blobs.path(digest(b"12345678")).unlink()
+    asyncio.run(blobs.put(digest(b"abc"), chunks(b"abc")))
+    monkeypatch.setattr("shoal.coordinator.storage.disk_reserve.RESERVED_BYTES", 1 << 60)
+    with pytest.raises(CoordinatorFull, match="cannot store the blob"):
+        asyncio.run(blobs.put(digest(b"x"), chunks(b"x")))
+    assert [path.name for path in tmp_path.iterdir()] == [digest(b"abc")], "no part is left"

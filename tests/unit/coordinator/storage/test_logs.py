@@ -50,3 +50,39 @@ def test_line_that_does_not_fit_on_the_disk_leaves_no_fragment(tmp_path: Path) -
     logs.close()
     for member in ("", "a/0"):
         assert page(tmp_path, "r", member).lines == (("a/0", "before"), ("a/0", "after"))
+
+
+def test_full_log_is_rotated_and_a_follower_misses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.coordinator.storage.logs.MAX_FILE_BYTES", 1000)
+    logs, at, seen = Logs(tmp_path), 0, list[str]()
+    for number in range(200):
+        logs.append("r", "a/0", [f"{number:06d}"])
+        if number % 20 == 0:
+            while (now := page(tmp_path, "r", after=at)).lines:
+                at = now.next
+                seen += [text for _, text in now.lines]
+    assert seen == [f"{number:06d}" for number in range(181)]
+    folder = tmp_path / "runs" / "r" / "logs"
+    assert sum(file.stat().st_size for file in folder.glob("all.log*")) <= 2000
+    last = page(tmp_path, "r", after=-100).lines
+    assert [text for _, text in last] == [f"{number:06d}" for number in range(100, 200)]
+    assert page(tmp_path, "r", after=-5).lines[-1] == ("a/0", "000199")
+    first = page(tmp_path, "r").lines
+    assert first[0][1] > "000000", "the oldest lines are gone"
+    logs.close()
+
+
+def test_log_does_not_use_the_reserve_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.coordinator.storage.disk_reserve.RESERVED_BYTES", 1 << 60)
+    with pytest.raises(OSError, match="reserved for the journal"):
+        Logs(tmp_path).append("r", "a/0", ["x"])
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.coordinator.storage.logs.MAX_OPEN", 4)
+    logs = Logs(tmp_path)
+    for number in range(20):
+        logs.append("r", f"a/{number}", ["x"])
+    assert len(logs._files) == 4
+    assert len(page(tmp_path, "r").lines) == 20
+    logs.close()

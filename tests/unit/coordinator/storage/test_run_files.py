@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.coordinator.storage import run_files
+from shoal.coordinator.storage import disk_reserve, run_files
 from shoal.coordinator.storage.run_files import ExpectedFile, RunFiles
 from shoal.errors import BadRequest, CoordinatorFull, StorageError, UnknownFile, UploadCorrupt
 
@@ -123,7 +123,7 @@ def test_last_bytes_of_the_disk_are_reserved_for_the_journal(
     files: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.put("r", NAME, ID, 0, b"one")
-    free = SimpleNamespace(free=run_files.RESERVED_BYTES + 2)
+    free = SimpleNamespace(free=disk_reserve.RESERVED_BYTES + 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: free)
     assert files.page("r", "outputs").free_bytes == 2
     with pytest.raises(CoordinatorFull):

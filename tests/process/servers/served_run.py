@@ -42,6 +42,12 @@ class ServedRun(CheckedRun):
         last = lines[-1].rpartition(" (")[0] if lines else ""
         return "copied to" not in last and 0 < last.count("backup") == last.count(";") + 1 and len(self.servers()) == 2
 
+    def spread(self) -> bool:
+        """Return whether the shards have their primaries on different servers."""
+        parts = self.placements()[-1].rpartition(" (")[0].split(";")
+        primaries = [part.partition(" on ")[2].partition(",")[0].strip() for part in parts if "shard" in part]
+        return len(set(primaries)) == len(primaries) > 1
+
     # --- checks
 
     def check_counts(self) -> None:

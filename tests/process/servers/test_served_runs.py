@@ -77,6 +77,9 @@ def test_each_server_can_be_killed_one_after_the_other(tmp_path: Path) -> None:
                 run.kill(f"local/server-{number}")
                 name = f"local/server-{number}"
                 run.until(lambda n=name, b=before: run.pids().get(n, b) != b, "the server to be back")
+        run.until(run.replicated, "every part to have a backup")
+        run.until(run.spread, "each server to lead one shard again")
+        assert run.shoal("status")["uncopied"] == ""
         run.finish(timeout_s=180)
         run.check_counts()
         run.check_bound(2)

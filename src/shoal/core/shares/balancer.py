@@ -10,7 +10,9 @@ discounted by age. With one size measured, the ratio a/c of the other members is
 
 *The split.* `split.by_cost` finds by bisection the time T with Σ clip((T - a_i)/c_i, low_i, high_i) = B, rounds down,
 and hands out the rest one by one to the member that would finish it first. So Σ b_i = B exactly, and no upper bound
-is exceeded.
+is exceeded. When the upper bounds of the members that are left sum to less than B, `share_policy.share_bounds` raises
+them in proportion, because the batch must be computed all the same; a share above its bound is computed in
+micro-batches within it. `newly_overruled_bounds` says so.
 
 *Agreement.* No shares are ever sent. Every member of a world holds a balancer and feeds it the same measurements,
 which travel with the step reports, at the same commits; equal inputs give equal bits, hence equal shares. A change

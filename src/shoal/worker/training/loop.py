@@ -345,7 +345,8 @@ class Loop(ABC):
         self.timer.commit(current, self._session.rank, self.feed.balancer, time.monotonic())
         for adjustment in adjustments:
             if adjustment.what == "bounds" and self._session.is_writer:
-                sys.stderr.write(f"shoal: warning[{SharesOutOfBounds.code}] {adjustment.reason}\n")
+                do = "add members, or change shares.max, shares.min, shares.machines or the batch"
+                sys.stderr.write(f"{SharesOutOfBounds(adjustment.reason, do=do).as_warning()}\n")
             self._session.report_adjustment(
                 adjustment.step,
                 adjustment.what,

@@ -21,6 +21,7 @@ PAGES = (
     "docs/howto/emulate.md",
     "docs/howto/evaluator.md",
     "docs/howto/gradients.md",
+    "docs/howto/script-changes.md",
     "docs/howto/streams.md",
 )
 # Other frameworks, or hardware that is not here.

@@ -290,6 +290,17 @@ class OutOfMemory(TrainingError):
     code = "S328"
 
 
+class LossIsSum(TrainingError):
+    """A warning: the loss seems to be a sum over samples instead of a mean, and training continues.
+
+    Each member's loss is weighted by its share of the batch, as a mean is. A sum over a share is smaller than one over
+    the whole batch, so the gradient would shrink with the number of members. Divide the loss by the number of samples,
+    ``loss / len(x)``, and multiply the learning rate by the batch size if it was chosen for the sum.
+    """
+
+    code = "S329"
+
+
 class BadExperiment(TrainingError):
     """The function given to ``shoal.run`` returned something that cannot be trained.
 

@@ -1,7 +1,9 @@
 """Warnings for scripts whose result depends on how the batch is divided, as far as the first steps show it.
 
-Neither can be told for certain, so training continues with a warning that has a code:
+None of these can be told for certain, so training continues with a warning that has a code:
 
+- *Sums.* A loss that adds up its samples shrinks with the share. The sign is a sum, or a loss with `reduction="sum"`,
+  that reaches the result through additions only.
 - *Coupled samples.* A loss that compares the samples of a batch with each other (InfoNCE, in-batch negatives)
   multiplies two matrices with a row per sample into one of samples by samples. Such a product in the graph of the loss,
   of two operands that both depend on the data, is the sign.
@@ -16,11 +18,12 @@ from typing import Any
 
 import torch
 
-from shoal.errors import HiddenStateCarried, SamplesCoupled, ShoalError
+from shoal.errors import HiddenStateCarried, LossIsSum, SamplesCoupled, ShoalError
 from shoal.torch.gradients.unattached import nodes_of, user_line
 
 # Steps in which recurrent layers are watched, and the nodes that only pass on or copy a weight.
 WATCHED_STEPS = 3
+_SUM = 2  # torch's number of reduction="sum"
 _PASSING = ("T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "ToCopy", "Unsqueeze", "Alias")
 
 
@@ -42,6 +45,23 @@ def coupled_samples(loss: torch.Tensor, samples: int) -> SamplesCoupled | None:
                 why=f"its graph has a product of {rows} by {columns} for {samples} samples, and each member sees its "
                 "own share only",
                 do='pass shares="equal" to run.batches and keep the number of members fixed, or change the loss',
+            )
+    return None
+
+
+def sum_over_samples(loss: torch.Tensor, samples: int) -> LossIsSum | None:
+    """Return a warning if the loss of so many samples seems to be their sum."""
+    pending = [loss.grad_fn] if samples > 1 and loss.grad_fn is not None else []
+    while pending:
+        node: Any = pending.pop()
+        if node.name() in ("AddBackward0", "SubBackward0", "NegBackward0"):
+            pending += [following for following, _ in node.next_functions if following is not None]
+        elif node.name() == "SumBackward0" or getattr(node, "_saved_reduction", 1) == _SUM:
+            return LossIsSum(
+                "the loss seems to be a sum over samples",
+                where=user_line(),
+                why="each member's loss counts by its share, as a mean does: a sum shrinks with every member",
+                do="divide it by the number of samples: run.backward(loss / len(x))",
             )
     return None
 

@@ -49,7 +49,7 @@ from typing import Any
 import torch
 
 from shoal.core.state_check import TensorDigest
-from shoal.errors import SamplesCoupled, UnusableBackward, UnusableExchange
+from shoal.errors import ShoalError, UnusableBackward, UnusableExchange
 from shoal.torch.data.fetch import TorchRngState
 from shoal.torch.gradients.buckets import Buckets, StepAborted
 from shoal.torch.gradients.gradient_norms import TorchGradientNorms
@@ -57,7 +57,7 @@ from shoal.torch.gradients.guards import missing_backward, refuse_step_outside_l
 from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.gradients.running_stats import RunningStats
-from shoal.torch.gradients.suspicions import HiddenStateWatch, coupled_samples, warn
+from shoal.torch.gradients.suspicions import HiddenStateWatch, coupled_samples, sum_over_samples, warn
 from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
 from shoal.torch.gradients.unattached import OptimizerWatch, check_companions, check_loss, is_checked_step
 from shoal.torch.modes.lr_scaling import ScaledLearningRate
@@ -92,7 +92,7 @@ class TorchTrainer(Loop):
         self._known_rate: float | None = None
         self._watch: OptimizerWatch | None = None
         self._hidden_states: HiddenStateWatch | None = None
-        self._coupled_samples: SamplesCoupled | None = None
+        self._suspects: list[Callable[[torch.Tensor, int], ShoalError | None]] = [coupled_samples, sum_over_samples]
         self.copies = ModelCopies(self)
 
     def _progress(self, calls: int) -> int:
@@ -275,10 +275,12 @@ class TorchTrainer(Loop):
     def _check_loss(self, loss: torch.Tensor, samples: int) -> None:
         assert self.model is not None
         check_loss(loss, [self.model, *(copy for copy in self.copies.copies if isinstance(copy, torch.nn.Module))])
-        if self._coupled_samples is None and self._session.is_writer:
-            self._coupled_samples = coupled_samples(loss, samples)
-            if self._coupled_samples is not None:
-                warn(self._coupled_samples)
+        if self._session.is_writer:
+            for suspect in tuple(self._suspects):
+                suspicion = suspect(loss, samples)
+                if suspicion is not None:
+                    self._suspects.remove(suspect)
+                    warn(suspicion)
 
     def _backward_pass(self, current: Step, scaled: torch.Tensor) -> None:
         if current.on_last_micro_batch:

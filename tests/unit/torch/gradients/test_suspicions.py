@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from shoal.torch.gradients.suspicions import coupled_samples
+from shoal.torch.gradients.suspicions import coupled_samples, sum_over_samples
 from shoal.torch.run import Run
 from shoal.worker.session.standalone import StandaloneSession
 
@@ -52,6 +52,22 @@ def test_loss_that_compares_samples_is_suspected(loss: Callable[[torch.Tensor], 
 def test_plain_losses_are_not_suspected(model: torch.nn.Module) -> None:
     x = X.unsqueeze(1).expand(8, 8, 3) if isinstance(model[-1], torch.nn.TransformerEncoderLayer) else X
     assert coupled_samples(model(x).square().mean(), len(X)) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "suspected"),
+    [
+        (lambda y: functional.mse_loss(y, y * 0, reduction="sum"), True),
+        (lambda y: functional.cross_entropy(y, torch.zeros(8, dtype=torch.long), reduction="sum"), True),
+        (lambda y: functional.mse_loss(y, y * 0) - 0.5 * y.exp().mean() + y.square().sum(), True),
+        (lambda y: functional.mse_loss(y, y * 0, reduction="sum") / len(y), False),
+        (lambda y: y.square().sum(1).mean(), False),
+        (lambda y: functional.cross_entropy(y, torch.zeros(8, dtype=torch.long)) + 1e-4 * y.square().sum(), False),
+    ],
+    ids=["mse", "cross entropy", "term", "divided", "mean of sums", "regularised"],
+)
+def test_sum_over_samples_is_suspected(loss: Callable[[torch.Tensor], torch.Tensor], suspected: bool) -> None:
+    assert (sum_over_samples(loss(MODEL(X)), len(X)) is not None) is suspected
 
 
 def train(directory: Path, model: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -121,8 +121,8 @@ def _not_attached(suspect: Any, optimizers: Sequence[torch.optim.Optimizer]) -> 
 
 
 def _averages(averaged: AveragedModel, model: torch.nn.Module) -> bool:
-    # A model that is itself an average, or holds it, is not compared with itself.
-    if any(module is averaged for module in model.modules()):
+    # Not one that is the model or a part of it, nor one that is attached to another run: its update is guarded.
+    if any(module is averaged for module in model.modules()) or "update_parameters" in vars(averaged):
         return False
     return averaged.module.state_dict().keys() == model.state_dict().keys()
 

@@ -57,7 +57,8 @@ class Coordinator:
         pid.unlink(missing_ok=True)
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
         ends = time.monotonic() + READY_S
-        while not pid.exists():
+        # A new coordinator writes its url after its pid.
+        while not (pid.exists() and (self.directory / "url").exists()):
             if self._process.poll() is not None or time.monotonic() > ends:
                 raise RuntimeError("the coordinator did not start")
             time.sleep(0.02)

@@ -16,7 +16,8 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ log = logging.getLogger("shoal.coordinator")
 FILE = "views.sqlite"
 LAYOUT = "1"
 MAX_ROWS = 100_000
+_line_values = attrgetter(*(column.name for column in fields(StoryLine)))
 _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, created REAL, view BLOB);
@@ -144,7 +146,7 @@ class SqliteViews:
 
     def put_lines(self, lines: Iterable[StoryLine]) -> None:
         for line in lines:
-            self._put("INSERT OR REPLACE INTO story VALUES (?,?,?,?,?,?,?,?,?)", *astuple(line))
+            self._put("INSERT OR REPLACE INTO story VALUES (?,?,?,?,?,?,?,?,?)", *_line_values(line))
 
     def put_world(self, run: str, row: WorldRow) -> None:
         self._put(

@@ -7,7 +7,10 @@ import contextlib
 import pytest
 from tests.process.coordinator.fakes import Coordinator, FakeAgent, FakeMember
 
+from shoal.coordinator import compaction
+from shoal.core.membership import events as ev
 from shoal.store import journal, sqlite_views
+from shoal.testing.wait import until
 from shoal.wire import agent_messages
 from shoal.wire import member_messages as ms
 
@@ -139,3 +142,31 @@ def test_agent_and_its_members_reconnect_to_a_killed_coordinator(coordinator: Co
     again = agent.hear(agent_messages.StartMemberMsg)
     assert (again.member, again.restart) == (orders[0].member, True)
     assert again.incarnation not in {o.incarnation for o in orders}
+
+
+def test_long_journal_is_truncated_and_nothing_is_forgotten(coordinator: Coordinator) -> None:
+    run = coordinator.create(1, 3, settings=SETTINGS)
+    members = three(coordinator, run)
+    members[0].say(ms.CheckpointWrittenMsg(7, "there/7", 100, 0.1))
+    coordinator.await_view(run, checkpoint_step=7)
+    story = coordinator.story(run)
+    coordinator.kill()
+    opened = journal.Journal(coordinator.directory)
+    for step in range(8, 8 + compaction.MAX_EVENTS):
+        opened.append(run, ev.ProgressRecorded(step), opened.last_at)
+    opened.close()
+    coordinator.restart()
+    file = coordinator.directory / journal.FILE
+    until(
+        lambda: (coordinator.directory / journal.SNAPSHOT_FILE).exists() and file.stat().st_size < 10_000, "a snapshot"
+    )
+    coordinator.kill()
+    coordinator.restart()
+    assert len(list(journal.read(coordinator.directory))) < 10
+    for member in members:
+        member.reconnect()
+        member.hello(world=1, step=40)
+        assert member.hear(ms.WelcomeMsg).started
+    view = coordinator.await_view(run, status="training", world=1, world_size=3, losses=0)
+    assert (view["checkpoint_step"], view["step"]) == (7, 7 + compaction.MAX_EVENTS)
+    assert coordinator.story(run)[: len(story)] == story

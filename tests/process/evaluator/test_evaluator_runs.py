@@ -49,6 +49,14 @@ def test_evaluator_is_in_no_world_takes_no_slot_and_has_low_priority(tmp_path: P
         assert EVALUATOR not in str([e for e in run.journal() if e["kind"] in ("MemberReady", "WorldEntered")])
 
 
+@pytest.mark.parametrize("plan", [{}, {"leaves": "local/1"}], ids=["all leave", "one leaves"])
+def test_state_at_which_a_script_left_its_loop_is_evaluated(tmp_path: Path, plan: dict[str, str]) -> None:
+    with evaluated_run(tmp_path, "2:2", epochs=6, leave_at=17, **plan) as run:
+        run.finish()
+        assert [record["step"] for record in run.events_of("done")] == [17, 17]
+        assert run.evaluations()[-1]["step"] == 17
+
+
 def test_run_without_improvement_stops_early_with_success(tmp_path: Path) -> None:
     with evaluated_run(
         tmp_path, "2", OFTEN, epochs=2500, pause_s=0.01, hold=6, best="max:peak", patience=2, peak=20

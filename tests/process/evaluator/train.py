@@ -96,6 +96,8 @@ def main() -> None:
         if run.committed:
             record("commit", step=run.step - 1, world=run.world, size=run.size)
             hold(run.step)
+        if run.step == PLAN.get("leave_at") and run.member == PLAN.get("leaves", run.member):
+            break
     record("done", step=run.step, sum=sum_of(model))
 
 

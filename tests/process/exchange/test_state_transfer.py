@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import zlib
@@ -144,3 +145,14 @@ class SlowSnapshot(Snapshot):
     def chunk(self, reader, index, start, stop):
         time.sleep(0.02)
         return super().chunk(reader, index, start, stop)
+
+
+def test_source_may_begin_late_but_not_pause_for_long():
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool, ours, theirs:
+        request = pool.submit(state_transfer.receive, ours, "local/1", 0.2, NEVER, 60.0)
+        with pytest.raises(TimeoutError):
+            request.result(0.5)
+        theirs.sendall(state_transfer._PREFIX.pack(state_transfer._MAGIC, 10, 0))
+        with pytest.raises(ExchangeBroken, match=r"sent nothing of the state for 0\.2 s"):
+            request.result(30.0)

@@ -112,7 +112,7 @@ def _broken(e: ev.WorldBroken) -> Sentence:
 
 def _done(e: ev.MemberDone) -> Sentence:
     if e.early:
-        return f"script of {e.member} left its training loop at step {e.step}", "training ends there for all members"
+        return f"script of {e.member} left its training loop at step {e.step}", ""
     return f"{e.member} finished at step {e.step}", ""
 
 

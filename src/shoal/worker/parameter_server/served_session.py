@@ -104,6 +104,8 @@ class ServedSession(CoordinatorClient):
             self._done = self._left_loop = True
             self._send(messages.DoneMsg(self.step or 0, early=True))
         self.set_phase("done")
+        text = f"its script left the training loop at step {self.step or 0}; other trainers continue without it"
+        sys.stderr.write(f"shoal: {self.me}: {text}\n")
 
     def report_restored(self, step: int | None) -> None:
         """Report the step of the checkpoint that the coordinator asked to load; None if there is none."""

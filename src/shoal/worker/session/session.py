@@ -32,7 +32,9 @@ FAREWELL_S = 5.0
 HAND_OVER_S = 2.0
 # How long an exception that left the loop may take to reach the top of the script before it counts as caught.
 UNWIND_S = 30.0
-FOREVER_S = 7 * 24 * 3600.0
+# A source offers its state at its next step boundary, and a step may be long. The coordinator watches the source: if it
+# hangs or is lost, the world is dissolved and this wait cancelled.
+OFFER_S = 24 * 3600.0
 # What loading a state raises if it was captured from other objects.
 _MISFIT = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 
@@ -308,8 +310,9 @@ class Session(MemberWorlds):
         return replace(pending, exchange=CatchUpExchange(ring, zero_buffers, state.is_last_step))
 
     def _receive_state(self, world: World, rank: int, cancelled: threading.Event) -> int:
-        self.set_phase("receiving state")
-        received = self.peers.fetch_state(world, world.sources[rank], FOREVER_S, cancelled)
+        source, limit_s = world.sources[rank], self.settings.hang_timeout_s
+        self.set_phase(f"receiving the state of {world.seats[source].member}")
+        received = self.peers.fetch_state(world, source, limit_s, cancelled, OFFER_S)
         assert self._state is not None
         try:
             self._state.load(received.header, received.buffers)

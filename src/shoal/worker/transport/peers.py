@@ -90,13 +90,21 @@ class Peers:
             self._start_transfer(world, reader)
 
     def fetch_state(
-        self, world: World, source_rank: int, timeout_s: float, cancelled: threading.Event
+        self,
+        world: World,
+        source_rank: int,
+        timeout_s: float,
+        cancelled: threading.Event,
+        begin_s: float | None = None,
     ) -> ReceivedState:
-        """Receive the state from a source as soon as it offers it; `timeout_s` bounds each wait without progress."""
+        """Receive the state from a source as soon as it offers it; `timeout_s` bounds each wait without progress.
+
+        `begin_s`, if given, bounds the wait for the offer, which a source makes between two steps.
+        """
         seat = world.seats[source_rank]
         sock = self.connect(STATE, world.number, seat, timeout_s, cancelled)
         try:
-            return state_transfer.receive(sock, seat.member, timeout_s, cancelled)
+            return state_transfer.receive(sock, seat.member, timeout_s, cancelled, begin_s)
         finally:
             disown(sock)
 

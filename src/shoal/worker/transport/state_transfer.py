@@ -90,10 +90,16 @@ def send(sock: socket.socket, snapshot: SnapshotLike, reader: str, hang_timeout_
         snapshot.done(reader)
 
 
-def receive(sock: socket.socket, source: str, timeout_s: float, cancelled: threading.Event) -> ReceivedState:
-    """Wait for a source to begin, then receive its snapshot; `timeout_s` bounds every wait for the next byte."""
-    reader = _StateReader(sock, source, timeout_s, cancelled)
+def receive(
+    sock: socket.socket, source: str, timeout_s: float, cancelled: threading.Event, begin_s: float | None = None
+) -> ReceivedState:
+    """Wait for a source to begin, then receive its snapshot.
+
+    `timeout_s` bounds every wait for the next byte, and `begin_s`, if given, that for the first one.
+    """
+    reader = _StateReader(sock, source, timeout_s if begin_s is None else begin_s, cancelled)
     magic, length, checksum = _PREFIX.unpack(reader.read(_PREFIX.size))
+    reader.timeout_s = timeout_s
     if magic != _MAGIC or length > HEADER_LIMIT_BYTES:
         raise reader.broken("sent something that is not a state")
     packed = reader.read(length)
@@ -136,7 +142,7 @@ class _StateReader:
     def __init__(self, sock: socket.socket, source: str, timeout_s: float, cancelled: threading.Event) -> None:
         sock.setblocking(False)
         self._sock, self._source = sock, source
-        self._timeout_s, self._cancelled = timeout_s, cancelled
+        self.timeout_s, self._cancelled = timeout_s, cancelled
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -148,7 +154,7 @@ class _StateReader:
     def read_into(self, target: memoryview) -> None:
         """Fill the whole of `target`, or raise ExchangeBroken."""
         filled = 0
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while filled < len(target):
             try:
                 count = self._sock.recv_into(target[filled:])
@@ -162,14 +168,14 @@ class _StateReader:
             if self._cancelled.is_set():
                 raise ExchangeBroken("this member no longer needs the state")
             filled += count
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + self.timeout_s
 
     def _wait(self, deadline: float) -> None:
         while not self._poll.poll(_POLL_S * 1000):
             if self._cancelled.is_set():
                 raise ExchangeBroken("this member no longer needs the state")
             if time.monotonic() > deadline:
-                raise self.broken(f"sent nothing of the state for {self._timeout_s:g} s", suspect=True)
+                raise self.broken(f"sent nothing of the state for {self.timeout_s:g} s", suspect=True)
 
     def acknowledge(self) -> None:
         try:

@@ -111,11 +111,11 @@ def test_lease_is_fresh_after_a_pong_or_while_the_coordinator_is_down(coordinato
     assert not member.uplink.may_step_alone(3.0)
     member.uplink.open()
     until(lambda: member.uplink.may_step_alone(60.0), "the connection")
-    nobody = Member("http://127.0.0.1:1")  # a port that needs root to listen on
-    nobody.uplink.open()
-    until(lambda: nobody.uplink.may_step_alone(60.0), "a refused connection")
-    assert nobody.uplink.down_for_s > 0.0
-    nobody.uplink.close()
+    unheard = Member("http://127.0.0.1:1")  # a port that needs root to listen on
+    unheard.uplink.open()
+    until(lambda: unheard.uplink.may_step_alone(60.0), "a refused connection")
+    assert unheard.uplink.down_for_s > 0.0
+    unheard.uplink.close()
 
 
 @pytest.mark.parametrize("frame", [b"\x81\xa4type\xa4\xff\xff\xff\xff", b"\x91" * 3000], ids=["not UTF-8", "nested"])

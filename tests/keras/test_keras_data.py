@@ -19,13 +19,18 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("TensorFlow only", allow_module_level=True)
 
 import shoal.keras as shoal  # noqa: E402
+from shoal.core.data.sample_order import SampleOrder  # noqa: E402
+from shoal.core.shares.balancer import ShareBalancer  # noqa: E402
 from shoal.errors import BadSize, LoaderDied, NotAttached, SampleFailed, UnusableData, UnusableModel  # noqa: E402
 from shoal.keras.data import arrays  # noqa: E402
+from shoal.keras.data.arrays import SourceFetcher  # noqa: E402
 from shoal.keras.data.batches import IndexedBatches  # noqa: E402
 from shoal.keras.data.tf_stream import StreamedBatches  # noqa: E402
 from shoal.keras.evaluation import evaluation_request  # noqa: E402
 from shoal.testing.threaded_world import FixedWorldSession, together  # noqa: E402
+from shoal.worker.data.feed import IndexedFeed  # noqa: E402
 from shoal.worker.data.rng_state import RngState  # noqa: E402
+from shoal.worker.data.share_loader import ShareLoader  # noqa: E402
 from shoal.worker.session.standalone import StandaloneSession  # noqa: E402
 
 pytestmark = pytest.mark.keras
@@ -801,3 +806,28 @@ def test_shards_are_refused_without_a_pipeline() -> None:
 
 def test_numpy_integers_are_accepted_as_sizes() -> None:
     assert shoal.batches(*data(), size=np.int64(SIZE)).size == SIZE
+
+
+def indexed_feed(batches: Any) -> IndexedFeed:
+    source = batches._source
+    order = SampleOrder(len(source), batches.size)
+    return IndexedFeed(order, ShareLoader(order, SourceFetcher(source, order)), ShareBalancer())
+
+
+def test_members_notice_other_arrays_and_other_validation_data() -> None:
+    def drawn(seed: int) -> tuple[str, str]:
+        rng = np.random.default_rng(seed)
+        batches = shoal.batches(rng.normal(size=(20, 3)), rng.normal(size=20), size=5)
+        batches._validation_data = (rng.normal(size=(8, 3)), rng.normal(size=8))
+        return batches.signatures(indexed_feed(batches)), batches.validation_signatures()
+
+    assert drawn(1) == drawn(1)
+    assert all(ours != theirs for ours, theirs in zip(drawn(1), drawn(2), strict=True))
+
+
+def test_data_without_labels_is_x_itself() -> None:
+    x = np.zeros((20, 3))
+    assert shoal.batches(x, size=5).example().shape == (2, 3)
+    assert shoal.batches({"a": x}, size=5).example()["a"].shape == (2, 3)
+    assert [len(part) for part in shoal.batches((x, x), size=5).example()] == [2, 2]
+    assert len(shoal.batches([x, x, x], size=5).example()) == 1  # one x of three inputs, not x, y and weights

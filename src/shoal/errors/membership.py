@@ -67,8 +67,9 @@ class ModelMismatch(MembershipError):
     """A member's model, optimizer or data differs from what the run trains.
 
     All members must build the same parameters (names, shapes, types) and the same kind of optimizer, and must pass the
-    same data length, batch size, epochs and seed to ``run.batches``. Run the same script, with the same arguments and
-    library versions, on every machine.
+    same data, batch size, epochs and seed to ``run.batches``. A few samples are compared: data that differs was most
+    often split or generated without a seed. Run the same script, with the same arguments and library versions, on every
+    machine.
     """
 
     code = "S206"

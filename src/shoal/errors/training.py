@@ -305,7 +305,7 @@ class BadExperiment(TrainingError):
     """The function given to ``shoal.run`` returned something that cannot be trained.
 
     It must return a ``shoal.Experiment`` with data and either a compiled Keras model, or a PyTorch module with its
-    optimizer and loss.
+    optimizer and loss; or train by itself, as a script does, and return nothing.
     """
 
     code = "S330"
@@ -365,3 +365,14 @@ class StateDrifts(TrainingError):
     """
 
     code = "S351"
+
+
+class UnseededData(TrainingError):
+    """A warning: a sample differs each time it is read, so members cannot tell whether they were given the same data.
+
+    Shoal seeds the global generators of Python, NumPy and the framework before it reads a sample, so that augmentation
+    draws the same numbers on whichever member reads it. This dataset draws from a generator of its own. Training
+    continues, but a repeated step sees other numbers, and the result depends on the members.
+    """
+
+    code = "S352"

@@ -12,6 +12,7 @@ from shoal.errors import ExperimentFailed, IncompleteEnvironment, ShoalError
 from shoal.pack import files, function, manifest
 from shoal.wire import credentials
 from shoal.worker.experiment import Experiment, framework_of
+from shoal.worker.join import has_trained
 from shoal.worker.session import environment
 
 
@@ -28,6 +29,8 @@ def main(pack: str) -> None:
     if member.upload_dir:
         files.verify(contents.modules, where / manifest.MODULES)
     experiment = _call_experiment_fn(contents, where, apart=bool(member.upload_dir))
+    if experiment is None and has_trained():
+        return  # the function had a training loop of its own
     framework = framework_of(experiment, contents.function.name)
     assert isinstance(experiment, Experiment)
     import_module(f"shoal.{framework}.experiment").train(experiment, evaluates=not member.values.evaluator)

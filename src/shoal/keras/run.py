@@ -23,6 +23,7 @@ from shoal.keras.modes.sharded_checkpoint import load
 from shoal.keras.modes.state import capture, restore
 from shoal.worker import join as worker_join
 from shoal.worker.base_run import BaseRun
+from shoal.worker.data.feed import IndexedFeed
 from shoal.worker.evaluation import evaluate as evaluation_evaluate
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
@@ -127,6 +128,7 @@ class Run(BaseRun):
         if isinstance(trainer, KerasTrainer):
             # Before joining: after it, all other members would wait.
             trainer.warm_up(batches.example())
+        description |= self._data_signatures(feed, batches)
         trainer.begin(feed, self._identity(model, model.optimizer, description), batches.seed)
         batches.attach(trainer.next_micro_batch, feed)
         trainer.epoch_of = batches.epoch_of
@@ -148,7 +150,18 @@ class Run(BaseRun):
         trainer.feed, guard.on_apply, self._trainer = feed, trainer.on_apply, trainer
         set_loop(None)  # batches created from now on belong to another loop
         self._evaluate_if_evaluator(model)
+        description |= self._data_signatures(feed, batches)
         return trainer.train(feed, self._identity(model, guard.optimizer, description), batches.seed)
+
+    def _data_signatures(self, feed: Any, batches: Batches) -> dict[str, str]:
+        """Return signatures of the data, if they can be compared with those of other members."""
+        if not isinstance(self._session, Session) or not isinstance(feed, IndexedFeed):
+            return {}
+        return {
+            name: text
+            for name, text in (("data", batches.signatures(feed)), ("validation", batches.validation_signatures()))
+            if text
+        }
 
     def _check_first_loop(self, do: str) -> None:
         """Raise SecondTrainingLoop if the run has a loop: a joining member could not know which one to enter."""

@@ -313,6 +313,8 @@ class Run(BaseRun):
             return self._follow(self._session, trainer.model)
         if feed.shard_range is not None:
             described |= fix_numerics(trainer.model, trainer.synchronised, self._session.settings.threads)
+        if isinstance(self._session, Session):
+            described |= {"data": feed.signatures()}
         return trainer.train(feed, fingerprint(trainer.model, trainer.optimizers[0], described), seed)
 
     def _guard_copies(self, model: torch.nn.Module) -> None:

@@ -26,6 +26,7 @@ NOTICE_S = 30.0
 # Slurm and systemd signal every process of a job, and the agent then passes its own signal on: both are one notice.
 REPEATED_NOTICE_S = 2.0
 _joined_pid = 0
+_opened: Session | ServedSession | EvaluatorSession | None = None
 
 
 class Joined(NamedTuple):
@@ -45,8 +46,9 @@ def join(*, show_progress: bool = False) -> Joined:
     if member is None:
         session = StandaloneSession(Progress() if show_progress else None)
         return Joined(session, "alone", os.path.join(os.getcwd(), ".shoal", "checkpoints"))
+    global _opened
     _raise_if_joined(member.member)
-    opened = _open_session(member)
+    opened = _opened = _open_session(member)
     _handle_sigterm(opened, member.grace_s or NOTICE_S)
     _report_uncaught_errors(opened)
     return Joined(opened, member.run, checkpoint_directory(member))
@@ -64,6 +66,11 @@ def _raise_if_joined(member: str) -> None:
             do="call join() once, in one process of each member",
         )
     _joined_pid = os.getpid()
+
+
+def has_trained() -> bool:
+    """Return whether this process has joined its run and holds the state of a step, as after a training loop."""
+    return _opened is not None and bool(_opened.step)
 
 
 def checkpoint_directory(member: environment.MemberEnvironment) -> str:

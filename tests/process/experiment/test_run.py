@@ -65,6 +65,27 @@ if __name__ == "__main__":
         report(why=error.why)
 """
 
+TRAINS_ITSELF = """
+def loop():
+    import torch
+    import shoal.torch as shoal
+
+    x = torch.arange(64.0).reshape(16, 4) / 64
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = shoal.join()
+    run.attach(model, optimizer)
+    for (batch,) in run.batches(torch.utils.data.TensorDataset(x), size=4):
+        run.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+if __name__ == "__main__":
+    run = shoal.run(loop, restarts_user=0)
+    run.wait(80)
+    report(status=run.status(), step=run.metrics()["step"])
+"""
+
 GREEDY = """
 if __name__ == "__main__":
     run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(memory="40MiB")}, restarts_user=0)
@@ -147,6 +168,11 @@ def test_exception_of_the_function_is_reported_with_a_code(stage: Any) -> None:
     assert "error[S331] wrong raised ValueError: no such thing" in report["why"]
     assert report["logs"].count("| tried") == 1
     assert "ValueError: no such thing" in report["logs"]
+
+
+def test_function_with_a_training_loop_of_its_own_succeeds(stage: Any) -> None:
+    (report,) = stage.finish(stage.begin(TRAINS_ITSELF))
+    assert report == {"status": "done", "step": 4.0}
 
 
 def test_function_that_returns_no_experiment_is_reported(stage: Any) -> None:

@@ -54,6 +54,13 @@ def test_member_with_a_different_model_is_left_out_and_the_others_train(tmp_path
         assert len(started) == 1, "a member that cannot match was retried"
 
 
+def test_member_with_other_samples_is_refused_and_the_run_continues(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", data_seeds={"local/2": 7}, pause_s=0.02) as run:
+        run.finish()
+        run.check()
+        check_error(run.output, "S206", "data: sample", "give generated data and random_split a seed")
+
+
 def test_run_ends_with_the_cause_if_too_few_members_match(tmp_path: Path) -> None:
     with checked_run(tmp_path, "2:2", widths={"local/1": 48}) as run:
         run.finish(exit_code=1)

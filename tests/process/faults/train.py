@@ -30,7 +30,7 @@ class Numbered(torch.utils.data.Dataset):
     """Samples that know their number."""
 
     def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(PLAN.get("data_seeds", {}).get(os.environ.get("SHOAL_MEMBER"), 1))
         self.x = torch.randn(count, 16, generator=generator, dtype=torch.float64)
         self.y = torch.sin(self.x.sum(1, keepdim=True))
 

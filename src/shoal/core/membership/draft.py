@@ -241,17 +241,21 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
     def reject_model(self, name: str) -> None:
         """Reject a member whose model is not that of the run; this does not count as a loss."""
         member = self.members[name]
+        why = difference(self.state.fingerprint, member.fingerprint, name)
+        noun = "data" if why.startswith(("data:", "validation:")) else "model"
+        same = "start every member from the same script, with the same model, optimizer, data and batch size"
+        seed = "give generated data and random_split a seed, and read the same files everywhere"
         self.instruct(
             ev.RejectMember(
                 name,
                 member.incarnation,
                 "S206",
-                f"the model of {name} differs from the model of this run",
-                why=difference(self.state.fingerprint, member.fingerprint, name),
-                do="start every member from the same script, with the same model, optimizer, data and batch size",
+                f"the {noun} of {name} differs from the {noun} of this run",
+                why=why,
+                do=seed if noun == "data" else same,
             )
         )
-        self.lose(name, "its model differs", planned=True)
+        self.lose(name, f"its {noun} differs", planned=True)
 
     def _form(self, present: list[MemberState], holders: list[MemberState], top: int) -> None:
         fresh = not holders

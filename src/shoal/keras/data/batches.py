@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from shoal.core.batch.auto_batch import AutoBatch
@@ -32,7 +33,14 @@ from shoal.core.data.sample_order import SampleOrder
 from shoal.core.validation import checked_int
 from shoal.errors import NotAttached, UnusableData, UnusableModel
 from shoal.keras.backends.base import check_backend
-from shoal.keras.data.arrays import SampleSource, SourceFetcher, SourceWithReaders, is_tf_dataset, source_of
+from shoal.keras.data.arrays import (
+    PyDatasetSource,
+    SampleSource,
+    SourceFetcher,
+    SourceWithReaders,
+    is_tf_dataset,
+    source_of,
+)
 from shoal.keras.data.read_ahead import ReadAheadConfig
 from shoal.keras.fit.fit_arguments import check_use, checked_fit_arguments
 from shoal.keras.modes.local_sgd import KerasLocalTrainer
@@ -41,6 +49,7 @@ from shoal.worker.data.auto_batch_feed import LOOK_EVERY, AutoFeed
 from shoal.worker.data.feed import Feed, IndexedFeed, make_balancer
 from shoal.worker.data.fetch import ReadKey, always
 from shoal.worker.data.round_feed import FIRST_ROUNDS, BatchLoader, RoundFeed
+from shoal.worker.data.sample_signature import signatures
 from shoal.worker.data.share_loader import ShareLoader
 from shoal.worker.training.training_state import TrainingState
 
@@ -62,6 +71,7 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         self.shuffle = shuffle
         self._class_weight = class_weight
         self.epochs = 1
+        self._validation_data: Any = None
         # The loop of an elastic optimizer, which iterates in place of Keras.
         self.loop: Callable[[Batches], Iterator[Any]] | None = getattr(_thread, "loop", None)
         self._feed: Feed | None = None
@@ -83,6 +93,17 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
         self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int
     ) -> tuple[Feed, dict[str, Any]]:
         """Return the feed for this many of Keras' epochs, and a description that must be the same on all members."""
+
+    def signatures(self, feed: IndexedFeed) -> str:  # noqa: ARG002
+        """Return signatures of a few samples, "" if they cannot be compared."""
+        return ""
+
+    def validation_signatures(self) -> str:
+        """Return signatures of a few samples of the `validation_data` of `fit`, "" if it has no arrays."""
+        given = self._validation_data
+        if not isinstance(given, tuple) or not all(isinstance(part, np.ndarray) and len(part) for part in given):
+            return ""
+        return signatures(lambda position: (position, [part[position] for part in given]), len(given[0]))
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch of Keras that a step belongs to."""
@@ -140,7 +161,9 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
     def _note_passed_to_fit(self) -> Batches:
         check_use(self)
         if self._next_micro_batch is None:
-            class_weight = checked_fit_arguments(self).get("class_weight")
+            arguments = checked_fit_arguments(self)
+            self._validation_data = arguments.get("validation_data")
+            class_weight = arguments.get("class_weight")
             if class_weight is not None:
                 if self._class_weight not in (None, class_weight):
                     raise UnusableData("class_weight was passed to model.fit and to shoal.batches", do="pass it to one")
@@ -202,6 +225,10 @@ class IndexedBatches(Batches):
             batches = fetcher.read(ReadKey(0, 0, order.size, None), always)
         assert batches is not None
         return batches[0]
+
+    def signatures(self, feed: IndexedFeed) -> str:
+        # The items of a PyDataset are cached, so that two reads do not show whether they are random.
+        return "" if isinstance(self._source, PyDatasetSource) else feed.signatures()
 
     def make_feed(
         self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int

@@ -14,6 +14,7 @@ from shoal.core.shares.balancer import FIRST_WINDOWS, ShareBalancer, StepMeasure
 from shoal.core.shares.reduction_tree import ShardRange
 from shoal.core.step_report import StepReport
 from shoal.core.world import World
+from shoal.worker.data.sample_signature import signatures
 from shoal.worker.data.share_loader import ShareLoader
 from shoal.worker.data.stream_reader import LaneReader
 
@@ -57,6 +58,8 @@ class Feed(Protocol):
     def micro_batch_size(self) -> int | None: ...
 
     def halve_micro_batch(self, samples: int) -> bool: ...
+
+    def signatures(self) -> str: ...
 
     def ended(self, step: int) -> bool: ...
 
@@ -146,6 +149,10 @@ class IndexedFeed:
         batches = self._loader.take(step, (start, stop), lambda _later: None)
         return [MicroBatch(b, n) for b, n in zip(batches, self._loader.sizes((start, stop)), strict=True)]
 
+    def signatures(self) -> str:
+        """Return signatures of a few samples, which must be the same on all members."""
+        return signatures(self._loader.sample, self._order.samples)
+
     def has_more(self) -> bool:
         """Return True: the end is known from the step alone."""
         return True
@@ -217,6 +224,10 @@ class StreamFeed:
         if taken.samples == 0 or taken.batch is None:
             return [MicroBatch(self._reader.placeholder_batch(), 0)]
         return [MicroBatch(taken.batch, taken.samples)]
+
+    def signatures(self) -> str:
+        """Return the signature of the first samples, which must be the same on all members."""
+        return signatures(lambda position: (position, self._reader.first_samples()), 1)
 
     def has_more(self) -> bool:
         """Return whether this member's lanes have another sample in this epoch."""

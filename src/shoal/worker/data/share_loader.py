@@ -88,6 +88,12 @@ class ShareLoader(Reader):
             self._placeholder_samples = self._get(key, lambda _: None)
         return self._fetcher.collate(self._placeholder_samples)
 
+    def sample(self, position: int) -> tuple[int, Any]:
+        """Return the number of the sample at a position of the first epoch, and the sample."""
+        key = ReadKey(0, position, position + 1, None, bare=True)
+        with self._fetcher.generators.preserved():
+            return int(self.order.ids_at(0, position, position + 1)[0]), self._get(key, lambda _: None)
+
     def close(self) -> None:
         """End the workers."""
         if self._ahead:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from shoal.core.data.lanes import LaneLayout
 from shoal.errors import EmptyDataset
-from shoal.worker.data.fetch import Batch, Collate, ReadKey, Watch, always, collate_samples
-from shoal.worker.data.lane import Lane, Lengths, Shards
+from shoal.worker.data.fetch import Batch, Collate, ReadKey, Watch, always, collate_samples, sample_seed
+from shoal.worker.data.lane import SHARD, Lane, Lengths, Shards
 from shoal.worker.data.rng_state import RngState
 from shoal.worker.data.share_loader import ReadAhead, Reader
 
@@ -88,6 +88,8 @@ class LaneSource:
 
     def _first_samples(self) -> list[Any]:
         for number in range(len(self._shards)):
+            # As a lane does before it opens a shard: every member gets the same samples.
+            self.generators.seed(sample_seed(self._layout.seed, 0, number * SHARD + SHARD - 1))
             samples = list(islice(self._shards.enter(number, 0)[0], PLACEHOLDER_SAMPLES))
             if samples:
                 return samples
@@ -112,9 +114,13 @@ class LaneReader(Reader):
 
     def placeholder_batch(self) -> Batch:
         """Return a tiny batch for a member without samples; what is computed with it has weight 0."""
-        if not self._placeholder_samples:
-            self._placeholder_samples = self._get(ReadKey(0, 0, 0, None, bare=True))
+        self._placeholder_samples = self._placeholder_samples or self.first_samples()
         return self._source.collate(self._placeholder_samples)
+
+    def first_samples(self) -> list[Any]:
+        """Return the first samples of the stream, or some that were read before."""
+        samples: list[Any] = self._get(ReadKey(0, 0, 0, None, bare=True))
+        return samples
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the lengths of the shards, as far as they are known."""

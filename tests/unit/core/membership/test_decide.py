@@ -34,6 +34,16 @@ def test_member_with_another_model_is_rejected_and_not_counted_as_lost() -> None
     assert list(state.members) == ["a"]
 
 
+def test_member_with_other_samples_is_told_which_one_differs() -> None:
+    state = replace(world_of("a"), fingerprint="parameters=w;data=sample 4 aa, sample 9 bb")
+    ready = ev.MemberReady("b", "parameters=w;data=sample 4 aa, sample 9 cc", None)
+    _, instructions = after(state, hello("b"), ready)
+    (rejection,) = (i for i in instructions if isinstance(i, ev.RejectMember))
+    assert rejection.what == "the data of b differs from the data of this run"
+    assert rejection.why == "data: sample 9 bb in the run, sample 9 cc on b"
+    assert "seed" in rejection.do
+
+
 def test_model_of_most_members_becomes_that_of_the_run() -> None:
     settings = MembershipSettings(min_members=2, max_members=3)
     state = MembershipState(settings)

@@ -117,9 +117,8 @@ def play(mix: Mix, policy: str, noise: float, seed: int) -> list[float]:
     """Return the true step seconds at the start and after each change."""
     chance = random.Random(seed)
     names = [f"m{rank}" for rank in range(len(mix.devices))]
-    balance = ShareBalancer(parse(policy))
-    for name, device in zip(names, mix.devices, strict=True):
-        balance.set_limit(name, device.most)
+    limits = ", ".join(f"{name} max={device.most}" for name, device in zip(names, mix.devices, strict=True))
+    balance = ShareBalancer(parse(policy, machines=limits))
     found = [_step_s(mix, balance.shares(0, mix.size, names))]
     last = step = 0
     while len(found) <= max(AFTER) and step - last < PATIENCE_STEPS:

@@ -18,6 +18,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 from websockets.http11 import Request
+from websockets.protocol import State
 
 try:
     from websockets.speedups import apply_mask
@@ -129,7 +130,9 @@ class DirectSocket(WebSocketsSansIOProtocol):
             self._send_close()
 
     def _send_close(self) -> None:
-        if not self.close_sent and not self.disconnected and not self.transport.is_closing():
+        # A peer that sent a message and a close at once is closing already; the parser has answered it.
+        is_open = self.conn.state is State.OPEN and not self.transport.is_closing()
+        if is_open and not self.close_sent and not self.disconnected:
             self.conn.send_close(NORMAL_CLOSURE)
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.close_sent = True

@@ -18,6 +18,7 @@ from shoal.core.fleet.state import (
     DONE,
     ENDING,
     MAX_MEMBERS,
+    MAX_SPARES,
     MAX_STARTING,
     RUNNING,
     STARTING,
@@ -135,10 +136,12 @@ def awaits_next_group(draft: FleetDraft, agent: str) -> bool:
 
 
 def fill_spares(draft: FleetDraft, run: DesiredRun) -> None:
-    """Start spare trainers in all free slots: they wait, warm, to replace a lost member."""
+    """Start spare trainers in free slots, at most MAX_SPARES: they wait, warm, to replace a lost member."""
+    wanted = run.max_members + MAX_SPARES - count(draft, run, TRAINER)
     for agent in usable_agents(draft, run) if not run.compat and can_begin(draft, run) else ():
-        while agent.slots is not None and free_slots(draft, agent, run) > 0:
+        while wanted > 0 and agent.slots is not None and free_slots(draft, agent, run) > 0:
             draft.start(agent, run, "a slot is free")
+            wanted -= 1
 
 
 def count(draft: FleetDraft, run: DesiredRun, role: str) -> int:

@@ -20,6 +20,8 @@ CHIEF_MARK = "chief-"
 MAX_MEMBERS = 10_000
 # Processes that an agent without a limit starts at a time.
 MAX_STARTING = 64
+# Spare members of a run beyond its maximum, however many slots are free.
+MAX_SPARES = 64
 TASK_MARKS = {"chief": CHIEF_MARK, "ps": MARKS[SERVER]}
 
 

@@ -11,6 +11,7 @@ import pytest
 from shoal.core.fleet import decide as fl
 from shoal.core.fleet import events as fe
 from shoal.core.fleet.restart_policy import RestartLimits
+from shoal.core.fleet.state import MAX_SPARES
 
 I = TypeVar("I")  # noqa: E741
 STRICT = RestartLimits(user=1, infrastructure=1, backoff_s=2.0)
@@ -63,6 +64,10 @@ def test_agent_without_slots_starts_the_maximum() -> None:
 
 def test_agent_with_slots_fills_all_of_them_with_spares() -> None:
     assert with_run(1, 2, slots=4).started() == ["lab/0", "lab/1", "lab/2", "lab/3"]
+
+
+def test_agent_that_claims_a_thousand_slots_gets_a_bounded_number_of_spares() -> None:
+    assert len(with_run(1, 2, slots=1000).started()) == 2 + MAX_SPARES
 
 
 def test_agent_without_slots_starts_what_other_agents_lack() -> None:

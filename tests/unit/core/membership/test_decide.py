@@ -648,3 +648,14 @@ def test_member_that_missed_its_eviction_is_evicted_again() -> None:
     assert any(isinstance(i, ev.EvictMember) for i in instructions)
     state, instructions = after(state, ev.CoordinatorRestarted(), again)
     assert any(isinstance(i, ev.EvictMember) for i in instructions)
+
+
+def test_member_that_never_built_its_model_cannot_end_or_change_the_training_of_others() -> None:
+    state, _ = after(world_of("a"), hello("b"))
+    for event in (
+        ev.MemberDone("b", 1 << 50, early=True),
+        ev.MemberDone("b", 1 << 50),
+        ev.CheckpointWritten("b", 1 << 50, "/nowhere"),
+        ev.AdjustmentReported("b", 1 << 50, "batch", {"batch": 1}, "because"),
+    ):
+        assert after(state, event)[0] == state

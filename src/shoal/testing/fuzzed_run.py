@@ -1,0 +1,144 @@
+"""A run whose every port is fuzzed, and what must hold of it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections import Counter
+from typing import Any
+
+import psutil
+
+from shoal.core.world import Address
+from shoal.testing.port_fuzzer import PeerPort, PortFuzzer
+from shoal.testing.run_under_test import RunUnderTest
+from shoal.wire import credentials
+
+# Caches and pools fill during the first part of the messages; from then on memory must be flat.
+WARM_UP = 0.3
+GROWTH_FACTOR, GROWTH_BYTES = 1.25, 40 << 20
+STEPS_AFTER = 3
+DOCTOR_RUN, DOCTOR_INCARNATION = "shoal doctor", "doctor"
+
+
+class FuzzedRun:
+    """The ports of a run, found in its coordinator's directory and journal, and a fuzzer of all of them."""
+
+    def __init__(self, run: RunUnderTest, seed: int) -> None:
+        self._run = run
+        self._directory = next(run.home.glob("coordinators/*"))
+        self._access = credentials.read(self._directory / "token")
+        self._name = run.name
+        self._members: dict[str, PeerPort] = {}
+        self._offset = 0
+        self._agents = [agent["agent"] for agent in self._ask("/v1/agents")]
+        self._doctor = self._doctor_port()
+        self.memory: list[dict[str, int]] = []
+        self.fuzzer = PortFuzzer(self._url, self._access, self._name, self.ports, seed)
+
+    def __enter__(self) -> FuzzedRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.fuzzer.close()
+
+    @property
+    def _url(self) -> str:
+        return (self._directory / "url").read_text().strip()
+
+    # --- ports
+
+    def ports(self) -> list[PeerPort]:
+        """Return the ports of the members that connected last under their names, and the doctor's."""
+        journal = self._directory / "journal.jsonl"
+        if journal.stat().st_size < self._offset:
+            self._offset = 0
+        with journal.open("rb") as lines:
+            lines.seek(self._offset)
+            while (line := lines.readline()).endswith(b"\n"):
+                self._offset += len(line)
+                if b'"MemberConnected"' in line:
+                    self._note_member(json.loads(line)["fields"])
+        return [*self._members.values(), *self._doctor]
+
+    def _note_member(self, fields: dict[str, Any]) -> None:
+        member, address = fields["member"], fields["address"]
+        if not member.startswith("fuzz"):
+            port = Address(address["host"], address["port"])
+            self._members[member] = PeerPort(port, self._name, member, fields["incarnation"])
+
+    def _doctor_port(self) -> list[PeerPort]:
+        """Let the agent listen as it does for `shoal doctor`."""
+        ports = []
+        for agent in self._agents:
+            result = self._ask(f"/v1/agents/{agent}/examine", b"{}")
+            for listens in result["facts"]["listens"]:
+                address = Address(listens["host"], listens["port"])
+                ports.append(PeerPort(address, DOCTOR_RUN, agent, DOCTOR_INCARNATION))
+        return ports
+
+    def _ask(self, path: str, body: bytes | None = None) -> Any:
+        request = urllib.request.Request(self._url + path, data=body, headers=self._access.headers)
+        with urllib.request.urlopen(request, timeout=60, context=credentials.ssl_context(self._access)) as reply:
+            return json.loads(reply.read())
+
+    # --- messages
+
+    def send(self, messages: int) -> Counter[str]:
+        """Send so many messages, note the memory of all processes meanwhile, and return how many of each kind."""
+        part, sent = max(1, messages // 20), 0
+        while sent < messages:
+            if sent >= WARM_UP * messages:
+                self.memory.append(self._memory())
+            self.fuzzer.send(min(part, messages - sent))
+            sent += part
+        self.memory.append(self._memory())
+        return self.fuzzer.sent
+
+    def _memory(self) -> dict[str, int]:
+        """Return the resident bytes of each service and living member."""
+        pids = {word: self._run.service_process(word).pid for word in ("coordinator", "agent")} | self._run.pids()
+        sizes = {}
+        for name, pid in pids.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                sizes[f"{name} {pid}"] = psutil.Process(pid).memory_info().rss
+        return sizes
+
+    # --- what must hold
+
+    def check_health(self) -> None:
+        """Fail if a process grew, a traceback was logged, or the doctor's port does not answer any more."""
+        first, last = self.memory[0], self.memory[-1]
+        for process, size in last.items():
+            most = GROWTH_FACTOR * first.get(process, size) + GROWTH_BYTES
+            assert size < most, f"{process} grew from {first[process]} to {size} bytes"
+        for log in (self._directory / "coordinator.log", self._directory / "agent.log"):
+            text = log.read_text() if log.exists() else ""
+            assert "Traceback" not in text, f"{log.name}:\n{text[text.index('Traceback') :][:4000]}"
+        assert "port for peers failed" not in self._run.output
+        assert self._doctor_port(), "the doctor's port cannot be opened any more"
+
+    def check_training_goes_on(self) -> None:
+        """Kill a member, the coordinator, and a member again; fail unless steps are committed after each."""
+        size = self._run.world_size()
+        self._kill_member(size)
+        began, coordinator = time.time(), self._run.service_process("coordinator")
+        coordinator.kill()  # its next process replays the journal
+        self._run.until(lambda: self._restarted_since(began), "the coordinator to start again")
+        self._kill_member(size)
+
+    def _restarted_since(self, began: float) -> bool:
+        with contextlib.suppress(StopIteration, psutil.NoSuchProcess, OSError):
+            return self._run.service_process("coordinator").create_time() > began - 1.0 and bool(self._ask("/v1/runs"))
+        return False
+
+    def _kill_member(self, size: int) -> None:
+        victim, pid = sorted(self._run.pids().items())[-1]
+        os.kill(pid, signal.SIGKILL)
+        self._run.until(lambda: self._run.pids().get(victim, pid) != pid, f"{victim} to be started again")
+        self._run.until_size(size)
+        self._run.until_step(self._run.step() + STEPS_AFTER)

@@ -1,0 +1,48 @@
+"""Garbage to every port of a run, seeded and bounded: the run trains on, also after a loss and a restart.
+
+`SHOAL_FUZZ_MESSAGES` and `SHOAL_FUZZ_SEED` set the size and the seed; `benchmarks.fuzz` does it by the million.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tests.process.faults.checked_run import checked_run
+from tests.process.servers.served_run import served_run
+
+from shoal.testing.fuzzed_run import FuzzedRun
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3000)]
+
+MESSAGES = int(os.environ.get("SHOAL_FUZZ_MESSAGES", "5000"))
+SEED = int(os.environ.get("SHOAL_FUZZ_SEED", str(random.SystemRandom().randrange(10**6))))
+PATIENT = ("restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
+
+
+def test_run_trains_on_whatever_its_ports_receive(tmp_path: Path) -> None:
+    with checked_run(tmp_path, "2:3", PATIENT, epochs=100) as run:
+        run.until_size(3)
+        with FuzzedRun(run, SEED) as fuzzed:
+            print("seed", SEED, fuzzed.send(MESSAGES), fuzzed.fuzzer.unanswered)
+            fuzzed.check_health()
+            fuzzed.check_training_goes_on()
+        run.finish()
+        assert len({event["sum"] for event in run.events_of("done")}) == 1, "members end with different states"
+        run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))
+
+
+@pytest.mark.servers
+def test_servers_go_on_whatever_their_ports_receive(tmp_path: Path) -> None:
+    with served_run(tmp_path, "2:2", "stale:2", *PATIENT, epochs=60) as run:
+        run.until(run.replicated, "a backup of every part")
+        with FuzzedRun(run, SEED) as fuzzed:
+            print("seed", SEED, fuzzed.send(MESSAGES), fuzzed.fuzzer.unanswered)
+            fuzzed.check_health()
+            run.kill(run.servers()[0])
+            run.until(run.replicated, "a backup of every part again")
+        run.finish()
+        run.check_counts()

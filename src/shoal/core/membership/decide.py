@@ -109,15 +109,17 @@ def decide(state: MembershipState, event: ev.Event, now: float) -> tuple[Members
 
 def handle(draft: MembershipDraft, event: ev.Event) -> None:
     """Record an event in the draft; the caller decides what follows from it."""
-    if isinstance(event, (ev.MemberDone, ev.CheckpointWritten, ev.AdjustmentReported)) and _is_outsider(draft, event):
-        return
-    _HANDLERS[type(event)](draft, event)
+    if not is_outsider(draft, event):
+        _HANDLERS[type(event)](draft, event)
 
 
-def _is_outsider(draft: MembershipDraft, event: ev.MemberDone | ev.CheckpointWritten | ev.AdjustmentReported) -> bool:
-    """Return whether others train while this member never built its model: what it says of the training is void."""
-    member = draft.members.get(event.member)
-    return member is not None and member.status == STARTING and draft.state.world is not None
+def is_outsider(draft: MembershipDraft, event: ev.Event) -> bool:
+    """Return whether a member reports on the training of others although it never built its model: that is void."""
+    if not isinstance(event, (ev.MemberDone, ev.CheckpointWritten, ev.AdjustmentReported)):
+        return False
+    member, state = draft.members.get(event.member), draft.state
+    others_train = state.world is not None or state.placement is not None
+    return member is not None and member.status == STARTING and others_train
 
 
 def _on_connected(draft: MembershipDraft, event: ev.MemberConnected) -> None:

@@ -26,7 +26,8 @@ REPEATED_LEASES = 2
 def decide(state: MembershipState, event: ev.Event, now: float) -> tuple[MembershipState, tuple[ev.Instruction, ...]]:
     """Return the next state and the instructions that follow from an event."""
     draft = PlacementDraft(state, now)
-    _HANDLERS[type(event)](draft, event)
+    if not mb.is_outsider(draft, event):
+        _HANDLERS[type(event)](draft, event)
     draft.advance()
     return draft.result()
 

@@ -348,3 +348,13 @@ def test_adjustment_of_a_trainer_is_recorded_and_told() -> None:
     assert list(state.adjustments.values()) == [event]
     assert isinstance(instructions[0], ev.MembershipNote)
     assert sv.decide(state, event, 6.0)[1] == ()
+
+
+def test_trainer_that_never_built_its_model_cannot_end_the_run() -> None:
+    run = Run()
+    run.state = replace(run.state, placement=Placement(1, 1, (), ()))
+    run.on(ev.MemberConnected("odd", "1", HERE))
+    before = run.state
+    for event in (ev.MemberDone("odd", 1 << 50), ev.CheckpointWritten("odd", 1 << 50, "/nowhere")):
+        after, _ = sv.decide(before, event, run.now)
+        assert (after.done_at, after.step, after.checkpoint_step) == (None, before.step, None)

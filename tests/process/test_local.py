@@ -186,7 +186,7 @@ def test_faster_member_does_more_steps_of_about_the_same_size() -> None:
 
 
 def test_number_of_local_steps_is_learned_from_member_speeds() -> None:
-    text = machines(1, 0.25, sample_s=0.0015)
+    text = machines(1, "1:0.25@2", sample_s=0.0015)
     members = together(2, emulated(train("local:2", epochs=12), text))
     assert [len(sizes) for sizes in (members[0].sizes[0], members[1].sizes[0])] == [2, 2]
     assert len(members[0].sizes[-1]) >= 3

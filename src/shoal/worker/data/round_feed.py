@@ -104,6 +104,12 @@ class RoundFeed(IndexedFeed):
             self._loader.look_ahead(self._first - 1, predict)
         return batches
 
+    def _limit_micro_batch(self, member: str) -> None:
+        """Compute no more samples at once than this member's maximum; what it reported are local batches, no limit."""
+        limit = self.balancer.settings.most_at_once(member)
+        if limit is not None:
+            self.limit_micro_batch(limit)
+
     def _share_units(self, step: int) -> int:  # noqa: ARG002
         return 0
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from shoal.core.data.rounds import RoundOrder
-from shoal.core.shares.balancer import ShareBalancer
+from shoal.core.shares.balancer import ShareBalancer, parse
 from shoal.core.world import Address, Seat, World
 from shoal.worker.data.fetch import Fetcher
 from shoal.worker.data.rng_state import RngState
@@ -60,3 +60,11 @@ def test_member_without_a_share_gets_a_placeholder() -> None:
     (micro_batch,) = feed.micro_batches(0, world(2), 1, (1,))
     assert micro_batch.samples == 0
     assert len(micro_batch.take()) == 2
+
+
+def test_local_batch_is_cut_for_a_declared_maximum_only() -> None:
+    feed = feed_of(Noted(24))
+    feed.balancer.set_micro_batch("local/0", 1)
+    assert [m.samples for m in feed.micro_batches(0, world(2), 0, ())] == [2, 2, 2]
+    feed.balancer.settings = parse("equal", max=1000, machines="local/0 max=1")
+    assert [m.samples for m in feed.micro_batches(1, world(1), 0, ())] == [1] * 12

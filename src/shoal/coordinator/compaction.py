@@ -58,13 +58,14 @@ class Compactor:
 
     async def compact(self) -> bool:
         """Store the state and drop the lines before it; return whether that worked."""
-        position, body = self._journal.position(), self._encode()
         try:
+            position, body = self._journal.position(), self._encode()
             if not await self._views.store_up_to(position.seq):
                 raise StorageError("the views could not be stored", do="free disk space")
             await asyncio.to_thread(self._write, position, body)
             self._journal.drop_before(position)
-        except StorageError as error:
+        except (StorageError, TypeError, ValueError, OverflowError) as error:
+            # The last three: a value of the state that cannot be encoded. The journal has it, and grows on.
             log.warning("the journal was not truncated: %s", error)
             self._not_before = time.monotonic() + RETRY_S
             return False

@@ -353,6 +353,7 @@ class Journal:
             finally:
                 os.close(descriptor)
         except OSError as error:
+            part.unlink(missing_ok=True)
             raise _unwritable(part, error) from error
         self._start, self._end = position.seq, len(rest)
         self._dirty.set()
@@ -407,7 +408,7 @@ def check_format(directory: Path, *, create: bool = False) -> None:
     try:
         written = msgspec.json.decode(path.read_bytes(), type=DirectoryFormat)
     except FileNotFoundError:
-        if journal.exists() and journal.stat().st_size:
+        if (journal.exists() and journal.stat().st_size) or (directory / SNAPSHOT_FILE).exists():
             raise _mismatch(directory, "an older version of Shoal") from None
         if create:
             replace_file(path, msgspec.json.encode(DirectoryFormat(PROTOCOL, shoal.__version__)))
@@ -443,6 +444,8 @@ def replace_file(path: Path, data: bytes) -> None:
         finally:
             os.close(directory)
     except OSError as error:
+        # On a full disk the unfinished file would take the space that the journal needs.
+        part.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
 
 

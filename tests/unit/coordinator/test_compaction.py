@@ -109,6 +109,14 @@ def test_failed_compaction_leaves_the_journal_and_is_tried_again_later(
     service.close()
 
 
+def test_state_that_cannot_be_encoded_does_not_end_the_coordinator(tmp_path: Path) -> None:
+    service = trained(tmp_path)
+    service.state.at = 1 << 70
+    assert not compact(service)
+    assert service._journal.events > 0
+    service.close()
+
+
 def test_nothing_is_dropped_that_the_views_do_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = trained(tmp_path)
     before = service._journal.path.read_bytes()

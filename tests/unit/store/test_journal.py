@@ -406,3 +406,21 @@ def test_crash_at_any_system_call_of_a_truncation_leaves_a_directory_that_starts
     assert len(bodies) > 8
     assert bodies == sorted(bodies), "the old snapshot before the rename, the new one after it"
     assert set(bodies) == {b"4 events", b"5 events"}
+
+
+def test_full_disk_keeps_no_unfinished_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Journal(tmp_path)
+    opened.append("run", EVENTS[0], 5.0)
+    position = opened.position()
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(JournalUnwritable):
+            opened.write_snapshot(position, b"state")
+    opened.append("run", EVENTS[1], 6.0)
+    opened.close()
+    assert not list(tmp_path.glob("*.part"))
+    assert [entry.seq for entry in journal.read(tmp_path)] == [1, 2]

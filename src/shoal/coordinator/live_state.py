@@ -95,15 +95,15 @@ def measure_progress(run: RunState, live: LiveRun) -> ProgressMeasured | None:
     # Heartbeats are sent at different times: the member at the latest step has the latest figures.
     latest = max(heartbeats, key=lambda heartbeat: heartbeat.step or 0)
     with_loss = [heartbeat for heartbeat in heartbeats if heartbeat.loss is not None]
+    loss = max(with_loss, key=lambda heartbeat: heartbeat.step or 0, default=latest).loss
     return ProgressMeasured(
         step=max(heartbeat.step or 0 for heartbeat in heartbeats),
         epoch=latest.epoch,
         total_steps=latest.total_steps,
-        loss=max(with_loss, key=lambda heartbeat: heartbeat.step or 0, default=latest).loss,
+        # JSON, and so the journal, has no NaN; the member itself says so with a code.
+        loss=loss if loss is not None and math.isfinite(loss) else None,
         # Members of a world report the rate of the whole world, which they know from the step reports.
-        samples_per_s=(sum if served else max)(
-            heartbeat.samples_per_s if math.isfinite(heartbeat.samples_per_s) else 0.0 for heartbeat in heartbeats
-        ),
+        samples_per_s=(sum if served else max)(heartbeat.samples_per_s for heartbeat in heartbeats),
         metrics=next((metrics for heartbeat in heartbeats if (metrics := _finite(heartbeat.metrics))), {}),
         batch=latest.batch,
         noise=latest.noise,

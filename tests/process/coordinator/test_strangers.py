@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import socket
 import time
@@ -10,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 from tests.process.coordinator.fakes import WAIT_S, Coordinator, FakeMember
 
 from shoal.wire import member_messages as ms
+from shoal.wire.protocol import RejectedMsg
 
 pytestmark = pytest.mark.process
 
@@ -95,6 +98,39 @@ def test_broken_clients_leave_no_traceback(coordinator: Coordinator) -> None:
     assert coordinator.view(run)["status"] == "starting"
     log = log_of(coordinator)
     assert "Traceback" not in log, log
+
+
+NOT_BELIEVED = [
+    {"type": "Ready", "fingerprint": "m", "step": None, "speed": math.nan},
+    {"type": "Ready", "fingerprint": "m", "step": 1 << 63},
+    {"type": "Leaving", "within_s": math.inf, "cause": "x"},
+    {"type": "Done", "step": (1 << 64) - 1},
+    {"type": "Heartbeat", "world": 1, "step": 1, "phase": "x", "phase_age_s": 0.0, "samples_per_s": math.inf},
+    {"type": "Heartbeat", "world": 1, "step": 1, "phase": "x", "phase_age_s": 0.0, "idle": [None, math.nan]},
+    {"type": "CheckpointWritten", "step": 1, "path": "x" * 70_000, "size_bytes": 0, "seconds": 0.0},
+    {"type": "WorldBroken", "world": 1, "step": 0, "suspects": ["x"] * 70_000},
+]
+
+
+def test_odd_numbers_of_a_member_are_refused_and_the_coordinator_starts_again(coordinator: Coordinator) -> None:
+    run = coordinator.create(1, 1)
+    for fields in NOT_BELIEVED:
+        member = FakeMember(coordinator, run, "m/0").hello()
+        member.hear(ms.WelcomeMsg)
+        member.socket.send(msgspec.msgpack.encode(fields))
+        assert member.hear(RejectedMsg).code == "S208", fields
+        member.close()
+    honest = FakeMember(coordinator, run, "m/0").hello()
+    honest.hear(ms.WelcomeMsg)
+    honest.say(ms.ReadyMsg("m", None, speed=math.inf))
+    world = honest.hear(ms.EnterWorldMsg).world
+    honest.heartbeat(world.number, 3, loss=math.nan, samples_per_s=math.inf)
+    coordinator.await_view(run, step=3)
+    honest.close()
+    coordinator.kill()
+    coordinator.restart()
+    assert coordinator.view(run)["loss"] is None
+    assert "Traceback" not in log_of(coordinator)
 
 
 ODD = [

@@ -420,6 +420,8 @@ def _on_adjustment(draft: MembershipDraft, event: ev.AdjustmentReported) -> None
 
 def _on_progress(draft: MembershipDraft, event: ev.ProgressRecorded) -> None:
     draft.set(step=max(draft.state.step, event.step))
+    if event.step > draft.state.world_began_at:
+        draft.set(failed_worlds=0)
 
 
 def _on_stop(draft: MembershipDraft, event: ev.StopRequested) -> None:

@@ -393,6 +393,7 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
             proposal=None,
             step=max(self.state.step, step),
             world_began_at=step,
+            failed_worlds=0,
             joins=self.state.joins + len(proposal.sources),
             reason=reason,
         )

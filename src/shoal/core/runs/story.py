@@ -58,8 +58,8 @@ def _worth_telling(
         return [(run, event)] if instructions else []
     if state is not None and _is_repeated_failure(state):
         # One line for each doubling of the count: it is in the reason of the world that is formed next.
-        kept = (ev.WorldBroken, ev.DissolveWorld, ev.FormWorld)
-        return [(name, subject) for name, subject in [(run, event), *instructions] if not isinstance(subject, kept)]
+        repeated = (ev.WorldBroken, ev.DissolveWorld, ev.FormWorld, ev.MembershipNote)
+        return [(name, subject) for name, subject in [(run, event), *instructions] if not isinstance(subject, repeated)]
     if isinstance(event, ev.MemberDisconnected) and state is not None and _has_finished(state, event.member):
         return instructions
     return [(run, event), *instructions]

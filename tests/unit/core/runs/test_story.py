@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
+from shoal.core.membership.decide import MembershipSettings, MembershipState, decide
 from shoal.core.placement import PartAssignment, Placement
 from shoal.core.runs import events as run_events
 from shoal.core.runs import story
@@ -120,3 +122,28 @@ def test_lines_are_numbered_in_journal_order() -> None:
         4, 1.0, "r", ev.MemberDisconnected("a/0"), []
     )
     assert [line.seq for line in lines] == [300, 301, 302, 400]
+
+
+def test_repeated_failures_are_told_as_one_line_with_a_count() -> None:
+    """After a failure of the exchange `shoal why` once had a thousand lines."""
+    state = MembershipState(MembershipSettings(regroup_s=0.0))
+    lines: list[str] = []
+
+    def happens(event: ev.Event) -> None:
+        nonlocal state
+        state, instructions = decide(state, event, 100.0)
+        run = cast(Any, SimpleNamespace(membership=state))
+        lines.extend(
+            f"{line.text} ({line.reason})"
+            for line in story.tell(1, 0.0, "r", event, [("r", i) for i in instructions], run)
+        )
+
+    happens(ev.MemberConnected("a", "1", Address("h", 1)))
+    happens(ev.MemberReady("a", "x", None))
+    happens(ev.TimerFired("regroup"))
+    for _ in range(100):
+        assert state.world is not None
+        happens(ev.WorldBroken("a", state.world.number, 0, (), "no device"))
+        happens(ev.TimerFired("retry"))
+    assert len(lines) < 45
+    assert any("after 64 in a row that broke before their first step" in line for line in lines)

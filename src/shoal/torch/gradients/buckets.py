@@ -90,7 +90,7 @@ class Buckets:
         self._works: list[Work] = []
         self._next = 0
         self.norms: TorchGradientNorms | None = None
-        # Whether run.backward is at work, and whether it was for the step in progress.
+        # Whether run.backward is at work, and whether it was called for the batch in progress, which is not committed.
         self.in_backward = self.sealed = False
         self._touched: set[torch.nn.Parameter] = set()
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.parameters]  # type: ignore[no-untyped-call]

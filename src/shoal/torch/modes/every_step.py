@@ -160,6 +160,8 @@ class TorchTrainer(Loop):
         return sum(float(group.get("lr") or 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def _begin_body(self, current: Step) -> None:
+        if self._buckets is not None:
+            self._buckets.sealed = False
         if is_checked_step(current.number):
             self.copies.begin_body()
         if self._hidden_states is not None:

@@ -171,6 +171,8 @@ def _check_fits(name: str, part: Stateful, state: Any) -> None:
         why = _module_difference(part.state_dict(), state)
     elif hasattr(part, "param_groups"):
         why = _groups_difference(part.param_groups, state)
+    elif isinstance(part, torch.amp.GradScaler):
+        why = _scaler_difference(part, state)
     else:
         return
     if why:
@@ -207,6 +209,12 @@ def _groups_difference(groups: Sequence[Mapping[str, Any]], state: Any) -> str:
         return "it is not the state of an optimizer"
     expected, actual = [len(g["params"]) for g in groups], [len(g["params"]) for g in received]
     return "" if expected == actual else f"its groups have {expected} parameters on this member but {actual} in the run"
+
+
+def _scaler_difference(scaler: torch.amp.GradScaler, state: Any) -> str:
+    """Return whether a GradScaler is enabled on one side only; a disabled one has an empty state."""
+    own, sent = ("enabled" if enabled else "disabled" for enabled in (scaler.is_enabled(), bool(state)))
+    return "" if own == sent else f"it is {own} on this member but {sent} in the run"
 
 
 def _type_of(tensor: torch.Tensor) -> str:

@@ -214,6 +214,24 @@ def test_plain_backward_into_old_gradients_is_refused(stage: Stage) -> None:
         train()
 
 
+@pytest.mark.parametrize("micro", [None, 2])
+def test_adversarial_samples_can_be_made_with_a_plain_backward(stage: Stage, micro: int | None) -> None:
+    seen = []
+    for (x,) in stage.run.batches(DATA, size=4, micro=micro):
+        x.requires_grad_()
+        stage.model(x).mean().backward()
+        stage.optimizer.zero_grad()
+        assert x.grad is not None
+        stage.run.backward(stage.model(x.detach() + x.grad.sign()).mean())
+        if stage.model.weight.grad is not None:
+            seen.append(stage.model.weight.grad.clone())
+        stage.optimizer.step()
+        stage.optimizer.zero_grad()
+    assert stage.run.step == len(seen) == 4
+    # The gradient of the mean is the mean of the samples alone: 1 plus the sign of the weight they were moved by.
+    assert all(bool(((gradient == 0.0) | (gradient == 2.0)).all()) for gradient in seen)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_plain_backward_that_is_zeroed_again_is_accepted(stage: Stage, set_to_none: bool) -> None:
     for (x,) in stage.run.batches(DATA, size=4):

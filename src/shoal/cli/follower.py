@@ -1,4 +1,11 @@
-"""The follower: polls a run until it has ended, shows what is new, and turns signals into stop requests."""
+"""The follower: polls a run until it has ended, shows what is new, and turns signals into stop requests.
+
+A coordinator may be slow, dead and about to be restarted, or frozen. So every request runs in a thread of its own, and
+signals are noticed while it is under way. Each wait has a limit: a coordinator that is silent for `SILENCE_LIMIT_S`
+ends the command; one that a signal waits for is given up after `UNHEARD_LIMIT_S`, or at the next signal; one that was
+told to stop at once has `STOP_NOW_TIMEOUT_S`. Giving up ends the processes that `shoal run` has started, and none of a
+standing coordinator's.
+"""
 
 from __future__ import annotations
 

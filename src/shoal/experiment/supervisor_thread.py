@@ -46,9 +46,7 @@ class SupervisorThread(threading.Thread):
         deadline = time.monotonic() + STOP_TIMEOUT_S
         with contextlib.suppress(ShoalError):
             if self.is_alive():
-                # A client of its own: the thread may be using the other connection right now.
-                client = ApiClient(self._client.url, self._client.token)
-                client.stop(self._run, StopRequest("the Python process that started the run exited"))
+                self._client.another().stop(self._run, StopRequest("the Python process that started the run exited"))
         self.join(max(0.0, deadline - time.monotonic()))
         self._abandoned.set()
         self.join()

@@ -55,6 +55,10 @@ class ApiClient:
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
 
+    def another(self) -> ApiClient:
+        """Return a client of the same coordinator with a connection of its own, for another thread."""
+        return ApiClient(self.url, self.token, self._context, self._timeout_s)
+
     def probe(self, timeout_s: float) -> Exception | None:
         """Return why the coordinator does not answer a health check within so many seconds; None if it does."""
         usual_s, self._timeout_s = self._timeout_s, timeout_s

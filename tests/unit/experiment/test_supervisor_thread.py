@@ -72,16 +72,25 @@ def test_service_that_cannot_be_restarted_is_the_failure_and_nothing_is_asked_of
 
 def test_thread_that_is_stopped_in_vain_abandons_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_thread, "STOP_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(supervisor_thread, "ApiClient", lambda url, token: FakeClient())
-    supervisor, client = FakeSupervisor(), FakeClient(*[None] * 1_000_000)
-    client.url, client.token = "http://127.0.0.1:9", "t"  # type: ignore[attr-defined]
-    monkeypatch.setattr(FakeClient, "stop", _unreachable, raising=False)
+    supervisor, client = FakeSupervisor(), DeafClient()
     thread = SupervisorThread(cast(Any, supervisor), cast(Any, client), "r")
     thread.start()
     thread.stop()
     assert not thread.is_alive()
-    assert supervisor.closed == [None]
+    assert (client.stops, supervisor.closed) == (1, [None])
 
 
-def _unreachable(self: FakeClient, run: str, request: object) -> None:
-    raise CoordinatorUnreachable("down")
+class DeafClient:
+    """A coordinator that never answers."""
+
+    stops = 0
+
+    def another(self) -> DeafClient:
+        return self
+
+    def run(self, run: str) -> RunView:
+        raise CoordinatorUnreachable("down")
+
+    def stop(self, run: str, request: object) -> None:
+        self.stops += 1
+        raise CoordinatorUnreachable("down")

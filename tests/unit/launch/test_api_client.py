@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,11 @@ def test_first_url_in_the_list_that_answers_is_used(tmp_path: Path, monkeypatch:
     failures.update(dict.fromkeys(failures, OSError("refused")))
     with pytest.raises(errors.NoCoordinatorAddress):
         open_client("http://a:1,http://b:1", str(tmp_path / "token"))
+
+
+def test_client_for_another_thread_trusts_the_same_certificate() -> None:
+    context = ssl.create_default_context()
+    client = ApiClient("https://head:1", "secret", context, timeout_s=3.0)
+    other = client.another()
+    assert other is not client
+    assert (other.url, other.token, other._context, other._timeout_s) == ("https://head:1", "secret", context, 3.0)

@@ -20,32 +20,32 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 TALK = """\
 import json, sys, time
-def say(**message): print(json.dumps(message), flush=True)
-say(id=0, ok="started")
-say(id=1, ok={})
+def reply(**message): print(json.dumps(message), flush=True)
+reply(id=0, ok="started")
+reply(id=1, ok={})
 for line in sys.stdin:
-    asked = json.loads(line)
+    request = json.loads(line)
 """
-EMPTY = 'say(id=asked["id"], ok={"actors": [], "nodes": []})'
+EMPTY = 'reply(id=request["id"], ok={"actors": [], "nodes": []})'
 
 
 def engine(path: Path, *answers: str, talk: str = TALK) -> Ray:
     """Return an engine whose interpreter runs this script instead of the driver."""
-    said = path / "driver.py"
-    said.write_text(talk + "".join(f"    {line}\n" for line in answers))
+    script = path / "driver.py"
+    script.write_text(talk + "".join(f"    {line}\n" for line in answers))
     client = path / "client"
-    client.write_text(f"#!/bin/sh\nexec {sys.executable} {said}\n")
+    client.write_text(f"#!/bin/sh\nexec {sys.executable} {script}\n")
     client.chmod(0o755)
     return Ray("rays", RayOptions(client=str(client)))
 
 
 def test_requests_of_several_threads_get_their_own_replies(tmp_path: Path) -> None:
     slow_then_quick = (
-        'late = asked if asked["prefix"] == "shoal-a-" else None',
+        'late = request if request["prefix"] == "shoal-a-" else None',
         "if late is not None: kept = late; continue",
-        f"{EMPTY}; asked = kept",
-        'found = {"name": "shoal-a-1", "state": "ALIVE", "why": "", "ends_at": None}',
-        'say(id=asked["id"], ok={"actors": [found], "nodes": []})',
+        f"{EMPTY}; request = kept",
+        'actor = {"name": "shoal-a-1", "state": "ALIVE", "why": "", "ends_at": None}',
+        'reply(id=request["id"], ok={"actors": [actor], "nodes": []})',
     )
     pool = engine(tmp_path, *slow_then_quick)
     names: list[str] = []
@@ -142,12 +142,12 @@ def test_cause_of_a_failed_connection_decides_about_a_retry(kind: str, error: ty
 
 
 def test_submitted_request_is_the_rendered_one_plus_the_token(tmp_path: Path) -> None:
-    kept = tmp_path / "asked"
-    pool = engine(tmp_path, f'open({str(kept)!r}, "w").write(line); say(id=asked["id"], ok=asked["name"])')
-    ask = AllocationRequest("a-1", "tag", "http://127.0.0.1:9", Credentials("secret", "PEM"), 1)
-    assert pool.submit(ask) == "shoal-tag-a-1"
-    asked = json.loads(kept.read_text())
-    assert asked.pop("id") == 2
-    assert asked.pop("credentials") == "secret\nPEM"
-    assert asked == json.loads(pool.render(ask).text)
+    kept = tmp_path / "request"
+    pool = engine(tmp_path, f'open({str(kept)!r}, "w").write(line); reply(id=request["id"], ok=request["name"])')
+    allocation = AllocationRequest("a-1", "tag", "http://127.0.0.1:9", Credentials("secret", "PEM"), 1)
+    assert pool.submit(allocation) == "shoal-tag-a-1"
+    request = json.loads(kept.read_text())
+    assert request.pop("id") == 2
+    assert request.pop("credentials") == "secret\nPEM"
+    assert request == json.loads(pool.render(allocation).text)
     pool.close()

@@ -20,11 +20,13 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3000)]
 
 MESSAGES = int(os.environ.get("SHOAL_FUZZ_MESSAGES", "5000"))
 SEED = int(os.environ.get("SHOAL_FUZZ_SEED", str(random.SystemRandom().randrange(10**6))))
+# Half of the steps take a second each while the run is held, so that it outlasts the messages on any machine.
+EPOCHS = max(400, MESSAGES // 20)
 PATIENT = ("restarts.infrastructure=1000", "backoff_s=0.05", "backoff_max_s=0.2")
 
 
 def test_run_trains_on_whatever_its_ports_receive(tmp_path: Path) -> None:
-    with checked_run(tmp_path, "2:3", PATIENT, epochs=100) as run:
+    with checked_run(tmp_path, "2:3", PATIENT, epochs=EPOCHS) as run:
         run.until_size(3)
         with FuzzedRun(run, SEED) as fuzzed:
             print("seed", SEED, fuzzed.send(MESSAGES), fuzzed.fuzzer.unanswered)
@@ -37,7 +39,7 @@ def test_run_trains_on_whatever_its_ports_receive(tmp_path: Path) -> None:
 
 @pytest.mark.servers
 def test_servers_go_on_whatever_their_ports_receive(tmp_path: Path) -> None:
-    with served_run(tmp_path, "2:2", "stale:2", *PATIENT, epochs=60) as run:
+    with served_run(tmp_path, "2:2", "stale:2", *PATIENT, epochs=EPOCHS) as run:
         run.until(run.replicated, "a backup of every part")
         with FuzzedRun(run, SEED) as fuzzed:
             print("seed", SEED, fuzzed.send(MESSAGES), fuzzed.fuzzer.unanswered)

@@ -358,7 +358,7 @@ class PortFuzzer:
                 if len(self._half_open) > MAX_HALF_OPEN:
                     self._half_open.popleft().close()
                 return
-            if end < 0.2:
+            if end < 0.05:
                 sock.settimeout(REPLY_S)
                 sock.shutdown(socket.SHUT_WR)
                 sock.recv(1 << 12)

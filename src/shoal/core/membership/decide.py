@@ -115,7 +115,7 @@ def handle(draft: MembershipDraft, event: ev.Event) -> None:
 
 def is_outsider(draft: MembershipDraft, event: ev.Event) -> bool:
     """Return whether a member reports on the training of others although it never built its model: that is void."""
-    if not isinstance(event, (ev.MemberDone, ev.CheckpointWritten, ev.AdjustmentReported)):
+    if not isinstance(event, _ON_TRAINING):
         return False
     member, state = draft.members.get(event.member), draft.state
     others_train = state.world is not None or state.placement is not None
@@ -459,6 +459,15 @@ def _on_restart(draft: MembershipDraft, _event: ev.CoordinatorRestarted) -> None
 def _ignore(_draft: MembershipDraft, _event: ev.Event) -> None:
     """Ignore events of parameter servers: the trainers of this run hold its state themselves."""
 
+
+_ON_TRAINING = (
+    ev.MemberDone,
+    ev.CheckpointWritten,
+    ev.AdjustmentReported,
+    ev.WorldBroken,
+    ev.WorldEntered,
+    ev.WorldPrepareFailed,
+)
 
 _HANDLERS: dict[type, Callable[[MembershipDraft, Any], None]] = {
     ev.MemberConnected: _on_connected,

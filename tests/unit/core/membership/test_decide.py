@@ -650,12 +650,15 @@ def test_member_that_missed_its_eviction_is_evicted_again() -> None:
     assert any(isinstance(i, ev.EvictMember) for i in instructions)
 
 
-def test_member_that_never_built_its_model_cannot_end_or_change_the_training_of_others() -> None:
+def test_member_that_never_built_its_model_cannot_disturb_the_training_of_others() -> None:
     state, _ = after(world_of("a"), hello("b"))
     for event in (
         ev.MemberDone("b", 1 << 50, early=True),
         ev.MemberDone("b", 1 << 50),
         ev.CheckpointWritten("b", 1 << 50, "/nowhere"),
         ev.AdjustmentReported("b", 1 << 50, "batch", {"batch": 1}, "because"),
+        ev.WorldEntered("b", 1 << 50, 1),
+        ev.WorldBroken("b", 1 << 50, 1, ("a",)),
+        ev.WorldPrepareFailed("b", 1 << 50, ("a",), "because"),
     ):
         assert after(state, event)[0] == state

@@ -85,8 +85,10 @@ def newest(root: Path) -> int:
 
 def test_kill_9_at_any_moment_never_costs_the_last_complete_checkpoint(tmp_path):
     chance = random.Random(7)
-    torn = said = 0
-    for world in range(1, 11):
+    torn = said = world = 0
+    # On a busy machine few kills fall into a write.
+    while world < 10 or (not torn and world < 200):
+        world += 1
         before = newest(tmp_path)
         args = [sys.executable, "-c", ENDLESS, str(tmp_path), str(before + 1), str(world)]
         with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as process:

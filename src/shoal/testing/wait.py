@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 # Against hangs only, so far above what a loaded machine needs.
-TIMEOUT_S = 90.0
+TIMEOUT_S = 180.0
 POLL_S = 0.02
 
 

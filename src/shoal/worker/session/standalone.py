@@ -100,7 +100,7 @@ class StandaloneSession:
         raise broken
 
     def forget_state(self) -> None:
-        """Do nothing: there is nobody to differ from."""
+        """Do nothing: there is no peer to differ from."""
 
     def finish(self) -> bool:
         self._show_last_progress()

@@ -94,7 +94,7 @@ class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
         Number, Meta(gt=0, description="largest share, in samples; up to 1, as a fraction of the batch")
     ] = 1.0
     shares_machines: Annotated[
-        str, Meta(description="facts about machines, such as: big speed=4 max=256, spot-* speed=1, local/0 share=3")
+        Text, Meta(description="facts about machines, such as: big speed=4 max=256, spot-* speed=1, local/0 share=3")
     ] = ""
     shares_mode: Annotated[Literal["continuous", "epoch", "once"], Meta(description="when shares may change")] = (
         "continuous"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -129,6 +130,14 @@ def too_much(info: inspect.Type) -> list[Any]:
     return []
 
 
+def is_refused(decode: Callable[[], object]) -> bool:
+    try:
+        decode()
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
 def is_measurement(path: str) -> bool:
     return path.partition("{}")[0].rpartition(".")[2] in MEASUREMENTS and not path.endswith("key}")
 
@@ -145,8 +154,7 @@ def test_each_number_text_and_list_on_the_wire_is_bounded(kind: Any) -> None:
             continue
         assert too_much(info) or path == "FilePage.files", path
         for value in too_much(info):
-            with pytest.raises(msgspec.ValidationError):
-                print(path, msgspec.msgpack.decode(msgspec.msgpack.encode(put(value)), type=kind))
+            assert is_refused(partial(msgspec.msgpack.decode, msgspec.msgpack.encode(put(value)), type=kind)), path
 
 
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
@@ -154,11 +162,9 @@ def test_each_setting_is_bounded(kind: Any) -> None:
     for _, path, info, _put in all_leaves((kind,)):
         name = path.partition(".")[2]
         for value in too_much(info):
-            with pytest.raises(msgspec.ValidationError):
-                print(path, msgspec.convert({name: value}, kind, strict=False))
+            assert is_refused(partial(msgspec.convert, {name: value}, kind, strict=False)), path
             if name != "members":  # text too
-                with pytest.raises(msgspec.ValidationError):
-                    print(path, msgspec.convert({name: str(value)}, kind, strict=False))
+                assert is_refused(partial(msgspec.convert, {name: str(value)}, kind, strict=False)), path
 
 
 TEXT_SETTINGS = [name for _, name, info, _ in all_leaves(SETTINGS) if isinstance(info, inspect.StrType)]

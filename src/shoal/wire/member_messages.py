@@ -364,8 +364,8 @@ class StopMsg(Message, frozen=True):
 class EndTrainingMsg(Message, frozen=True):
     """Training ends at `step`: end the loop there, or at once if that step is committed, and answer DoneMsg."""
 
-    step: int
-    reason: str
+    step: Count
+    reason: Text
 
 
 class RunFinishedMsg(Message, frozen=True):

@@ -283,7 +283,7 @@ def main() -> int:
         console.print(f"[bold]1. {args.epochs} epochs alone and undisturbed[/bold]")
         undisturbed, line = alone(folder, args.epochs)
         console.print(f"  {line}")
-        console.print("[bold]2. The same with shoal run -n 2:3, slowed down so that one can watch, under fire[/bold]")
+        console.print("[bold]2. The same with shoal run -n 2:3, slowed down to watch, while members are killed[/bold]")
         demo = Demo(folder, args.epochs)
         try:
             costs = demo.run()

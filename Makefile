@@ -33,5 +33,5 @@ demo:  ## set up and run the main job
 clean:  ## remove what was built, but not .venv
 	rm -rf build dist docs/_build docs/reference/generated .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-surface: setup  ## freeze the public surfaces anew, after a change that is meant
+surface: setup  ## freeze the public surfaces again, after an intended change
 	SHOAL_FREEZE=1 .venv/bin/python -m pytest -q tests/surface

@@ -3,7 +3,15 @@
 `RunSettings` belong to a run and travel with it; `LaunchSettings` belong to the command that starts it. A setting's
 name may be dotted (``checkpoint.every_s``): in shoal.toml the part before the dot is its table; settings without a dot
 are in ``[run]``. The environment variable of a setting is its name in capitals (``SHOAL_CHECKPOINT_EVERY_S``).
-To add a setting, declare it here; the command line, shoal.toml, the documentation and the checks follow.
+
+To add a setting, declare it here, with its bounds in `Meta`; `--set`, shoal.toml, the environment, `shoal config`, the
+reference page and the checks follow. A field `checkpoint_keep` is called ``checkpoint.keep`` because `TABLES` has
+``checkpoint``: a new table goes there. Where a setting is read:
+
+- a member reads `session.settings`, a `RunSettings`;
+- a decision in `core` has values of its own (`MembershipSettings`, `RestartLimits`): add a field with the same default
+  there, and its name in `core/runs/settings.py`;
+- a setting of the launch is read in `launch/`; `agent_options` in `launch/launch_plan.py` hands it to agents.
 
 May import: core grammars, errors.
 """

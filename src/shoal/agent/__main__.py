@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument(
         "--lifeline", type=int, default=None, help="descriptor of a pipe; when it closes, the agent ends everything"
     )
-    parser.add_argument("--notice-source", default="", help="aws, gcp, azure, file:PATH, slurm, or a plug-in")
+    parser.add_argument("--notice-source", default="", help="aws, gcp, azure, slurm, file:PATH, or a plug-in")
     parser.add_argument("--notice-url", default="", help="base URL of the notice source (default: the platform's)")
     parser.add_argument("--preload", default=",".join(PRELOAD), help="modules that the warm process imports")
     arguments = parser.parse_args()

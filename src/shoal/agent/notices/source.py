@@ -14,8 +14,8 @@ source                      how it warns                                   time 
 a plug-in                   entry point `shoal.notice_sources`             up to the plug-in
 ==========================  =============================================  ========================================
 
-A source is chosen by name (`--notice-source`); nothing is guessed, because a request to a metadata service that does
-not exist may hang or reach a stranger.
+A source is chosen by name: by the setting `notice.source`, which agents get as `--notice-source`. Nothing is guessed,
+because a request to a metadata service that does not exist may hang or reach a stranger.
 
 Deadlines. A `Notice` says in how many seconds the machine goes away, counted from when it is yielded. A cloud states a
 point in time, which is converted by this machine's clock; one that lies in the past means now, 0 s. The same warning is
@@ -29,6 +29,11 @@ Failures. A source that does not answer, or answers nonsense, is no notice: it i
 alarm would cost a machine, and a missed one only what was lost before notices existed.
 
 A plug-in is a function that takes the base URL (or "") and returns a `NoticeSource`.
+
+To add a source, write a class with `poll` (a cloud's in `cloud`) and a case in `open_source`. The names of all sources
+are also in the table above, in the help of the setting (`shoal.settings`) and of the agent (`agent/__main__`), in the
+errors of `open_source` and `BadNoticeSource`, and in docs/howto/notices.md. A cloud's replies go to the end of `CLOUDS`
+in tests/process/agent/test_notice_sources.py.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ class UnknownRun(UsageError):
 
 
 class AmbiguousRun(UsageError):
-    """The given name, or the beginning of an id, matches more than one run.
+    """No run was named and several are active, or the given name or beginning of an id matches more than one run.
 
-    ``shoal ps`` lists the runs; pass more characters of the id.
+    ``shoal ps`` lists the runs; pass the name of one, or more characters of its id.
     """
 
     code = "S114"
@@ -141,7 +141,8 @@ class RunStillActive(UsageError):
 class BadNoticeSource(UsageError):
     """The source of shutdown notices is unknown or cannot be used on this machine.
 
-    ``notice.source`` is ``aws``, ``gcp``, ``azure``, ``slurm``, ``file:PATH`` or the name of an installed plug-in.
+    ``notice.source`` is ``aws``, ``aws:rebalance``, ``gcp``, ``azure``, ``slurm``, ``slurm:SECONDS``, ``file:PATH`` or
+    the name of an installed plug-in.
     ``slurm`` works only for agents that Slurm has started.
     """
 

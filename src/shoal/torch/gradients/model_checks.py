@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from shoal.errors import UnusableExchange, UnusableModel
-from shoal.torch.gradients.unattached import user_line
+from shoal.torch.gradients.unattached import instances, subclasses, user_line
 
 
 def refuse_exchange(backend: str) -> None:
@@ -51,9 +50,9 @@ def refuse_distributed(model: torch.nn.Module, optimizers: Iterable[torch.optim.
     _refuse_modules(model.modules())
     if torch.distributed.is_initialized():
         inside = {id(module) for module in model.modules()}
-        for wrapper in gc.get_objects():
-            kind = type(wrapper)
-            if issubclass(kind, torch.nn.parallel.DistributedDataParallel) and id(wrapper.module) in inside:
+        ddp = torch.nn.parallel.DistributedDataParallel
+        for wrapper in instances({ddp, *subclasses(ddp)}):
+            if id(wrapper.module) in inside:
                 raise _wrapped("DistributedDataParallel")
     tensors: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
     tensors += [("a parameter of the optimizer", p) for o in optimizers for g in o.param_groups for p in g["params"]]

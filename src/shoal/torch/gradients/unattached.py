@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,6 +42,15 @@ def user_line() -> str:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def instances(kinds: Collection[type[Any]]) -> list[Any]:
+    """Return the live instances of these classes, not of their subclasses.
+
+    An instance refers to its class, so the garbage collector finds it by that. Listing all objects instead would also
+    hold the tuples that other threads are just building, and Python cannot complete a tuple that somebody holds.
+    """
+    return [referrer for referrer in gc.get_referrers(*kinds) if type(referrer) in kinds]
 
 
 def check_attached(model: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -88,8 +97,8 @@ def check_companions(model: torch.nn.Module, optimizers: Sequence[torch.optim.Op
 
 
 def _suspects(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], parts: list[Any]) -> list[Any]:
-    kinds = {LRScheduler, AveragedModel} | set(_subclasses(LRScheduler)) | set(_subclasses(AveragedModel))
-    live = [candidate for candidate in gc.get_objects() if type(candidate) in kinds]
+    kinds = {LRScheduler, AveragedModel} | set(subclasses(LRScheduler)) | set(subclasses(AveragedModel))
+    live = instances(kinds)
     inner = {id(value) for part in parts for value in _schedulers_in(part)} | set(map(id, parts))
     return [
         candidate
@@ -127,10 +136,11 @@ def _averages(averaged: AveragedModel, model: torch.nn.Module) -> bool:
     return averaged.module.state_dict().keys() == model.state_dict().keys()
 
 
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    """Yield every class that derives from this one, directly or not."""
     for subclass in kind.__subclasses__():
         yield subclass
-        yield from _subclasses(subclass)
+        yield from subclasses(subclass)
 
 
 def _schedulers_in(value: Any, depth: int = 4) -> Iterator[LRScheduler]:
@@ -188,11 +198,12 @@ def nodes_of(loss: torch.Tensor) -> Iterator[Any]:
 
 def _name_of(leaf: torch.nn.Parameter) -> str:
     """Return the name of a parameter by the module that holds it, and its shape."""
-    for module in gc.get_objects():
-        if issubclass(type(module), torch.nn.Module):
-            for name, parameter in module.__dict__.get("_parameters", {}).items():
-                if parameter is leaf:
-                    return f"{type(module).__name__}.{name} {tuple(leaf.shape)}"
+    for parameters in gc.get_referrers(leaf):
+        attributes = gc.get_referrers(parameters) if type(parameters) is dict else []
+        for module in gc.get_referrers(*(holder for holder in attributes if type(holder) is dict)):
+            if isinstance(module, torch.nn.Module) and module._parameters is parameters:
+                name = next(name for name, parameter in parameters.items() if parameter is leaf)
+                return f"{type(module).__name__}.{name} {tuple(leaf.shape)}"
     return f"a Parameter {tuple(leaf.shape)}"
 
 

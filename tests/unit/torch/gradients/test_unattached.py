@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from shoal.errors import NotAttached, UnusableBackward
-from shoal.torch.gradients.unattached import is_checked_step
+from shoal.torch.gradients.unattached import instances, is_checked_step
 from shoal.torch.run import Run
 from shoal.worker.session.standalone import StandaloneSession
 
@@ -242,3 +243,25 @@ def test_plain_backward_that_is_zeroed_again_is_accepted(stage: Stage, set_to_no
         stage.run.backward(stage.model(x).mean())
         stage.optimizer.step()
     assert stage.run.step == 4
+
+
+def test_search_for_instances_leaves_other_threads_alone() -> None:
+    """Listing all objects made other threads fail: Python cannot complete a tuple that is held elsewhere."""
+    stop, failures = threading.Event(), []
+
+    def build_tuples() -> None:
+        while not stop.is_set():
+            try:
+                tuple(number for number in range(50))
+            except SystemError as error:
+                failures.append(error)
+
+    builders = [threading.Thread(target=build_tuples) for _ in range(3)]
+    for builder in builders:
+        builder.start()
+    for _ in range(20):
+        instances({AveragedModel})
+    stop.set()
+    for builder in builders:
+        builder.join()
+    assert not failures

@@ -19,7 +19,7 @@ import shoal.torch as shoal
 from shoal.testing.scripts.hold import pause_while_held
 from shoal.torch.state.capture import checksum
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 SAMPLES, BATCH, SHARDS = 500, 64, 16
 

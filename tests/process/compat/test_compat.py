@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.process.faults.checked_run import CheckedRun
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 class Unmodified(CheckedRun):

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.testing.run_under_test import RunUnderTest, closing
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).with_name("train_averaged.py")
 STEPS = 18

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.process.faults.checked_run import SCRIPT, CheckedRun, checked_run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 DIFFERENCE = r"parameters: 0\.weight float64 \d+x16 in the run, 0\.weight float64 \d+x16 on local/\d"
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from tests.process.faults.checked_run import checked_run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 def test_notice_costs_no_step_and_no_timeout(tmp_path: Path) -> None:

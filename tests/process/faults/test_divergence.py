@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.process.faults.checked_run import checked_run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 # All members are in the first world, whose states are compared before steps 0, 1, 3 and 7.
 ALL = "regroup_s=60"

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.testing.run_under_test import RunUnderTest, closing
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).with_name("end_loop.py")
 AT, STEPS = 12, 24

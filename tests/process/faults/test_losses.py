@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.process.faults.checked_run import checked_run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")
 # A member that is late for the first world would miss the step in which it is to die.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.process.faults.checked_run import checked_run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 def test_loss_below_the_largest_shares_ends_no_member(tmp_path: Path) -> None:

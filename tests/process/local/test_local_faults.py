@@ -16,7 +16,7 @@ from tests.process.faults.checked_run import CheckedRun
 
 from shoal.core.data.rounds import RoundOrder
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 LENGTH = 4
 POINTS = ("forward", "backward", "before the optimizer", "in the optimizer", "after")

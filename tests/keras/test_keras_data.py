@@ -67,9 +67,14 @@ class RecordSamples(keras.layers.Layer):  # type: ignore[misc]
             self.steps.append((self.run.step, numbers.astype(int).tolist()))
 
 
+# Members are threads here and share the seed, so they build their equal models one after another.
+BUILDING = threading.Lock()
+
+
 def model_of(*layers: Any, **how: Any) -> Any:
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
+    with BUILDING:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
     model.compile(**({"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"} | how))
     return model
 
@@ -718,8 +723,9 @@ def test_changed_attributes_of_callbacks_are_transferred_and_settings_are_not() 
 def two_outputs() -> tuple[Any, Any, Any]:
     """Return a model with a metric that has one number per output, and data for it."""
     x, y = data()
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(0.01), keras.layers.Dense(2)])
+    with BUILDING:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(0.01), keras.layers.Dense(2)])
     model.compile("sgd", "mse", metrics=[keras.metrics.R2Score(class_aggregation=None)])
     return model, x, np.concatenate([y, 1 - y], 1)
 

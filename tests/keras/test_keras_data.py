@@ -54,27 +54,23 @@ def doubled(x: Any, y: Any) -> Any:
 class RecordSamples(keras.layers.Layer):  # type: ignore[misc]
     """Layer that records the samples of this member in each step."""
 
-    def __init__(self, run: shoal.Run) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.run, self.steps = run, []
+        self.run: shoal.Run | None = None
+        self.steps: list[tuple[int, list[int]]] = []
 
     def call(self, x: Any) -> Any:
         tf.numpy_function(self._record, [x[:, 0]], [])
         return x * 0.01
 
     def _record(self, numbers: Any) -> None:
-        if self.run.share:
+        if self.run is not None and self.run.share:
             self.steps.append((self.run.step, numbers.astype(int).tolist()))
 
 
-# Members are threads here and share the seed, so they build their equal models one after another.
-BUILDING = threading.Lock()
-
-
 def model_of(*layers: Any, **how: Any) -> Any:
-    with BUILDING:
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
     model.compile(**({"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"} | how))
     return model
 
@@ -85,11 +81,14 @@ def steps_of(members: int, make: Callable[[], Any], epochs: int = 2, **how: Any)
 
     def body(session: FixedWorldSession) -> list[tuple[int, list[int]]]:
         run = shoal.Run(session, "test", "unused")
-        seen = RecordSamples(run)
+        layers[session.rank].run = run
         batches = shoal.batches(make(), size=SIZE, **how)
-        model_of(seen).fit(batches, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run=run)])
-        return seen.steps
+        models[session.rank].fit(batches, epochs=epochs, verbose=0, callbacks=[shoal.Elastic(run=run)])
+        return layers[session.rank].steps
 
+    # Members are threads here and share the generator, so their equal models are built before they start.
+    layers = [RecordSamples() for _ in range(members)]
+    models = [model_of(layer) for layer in layers]
     recorded = together(members, body)
     last = max(step for records in recorded for step, _ in records)
     steps: list[list[list[int]]] = [[] for _ in range(last + 1)]
@@ -723,9 +722,8 @@ def test_changed_attributes_of_callbacks_are_transferred_and_settings_are_not() 
 def two_outputs() -> tuple[Any, Any, Any]:
     """Return a model with a metric that has one number per output, and data for it."""
     x, y = data()
-    with BUILDING:
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(0.01), keras.layers.Dense(2)])
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Rescaling(0.01), keras.layers.Dense(2)])
     model.compile("sgd", "mse", metrics=[keras.metrics.R2Score(class_aggregation=None)])
     return model, x, np.concatenate([y, 1 - y], 1)
 

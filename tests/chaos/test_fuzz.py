@@ -18,7 +18,7 @@ from shoal.testing.fuzzed_run import FuzzedRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3000)]
 
-MESSAGES = int(os.environ.get("SHOAL_FUZZ_MESSAGES", "5000"))
+MESSAGES = int(os.environ.get("SHOAL_FUZZ_MESSAGES", "2000"))
 SEED = int(os.environ.get("SHOAL_FUZZ_SEED", str(random.SystemRandom().randrange(10**6))))
 # Half of the steps take a second each while the run is held, so that it outlasts the messages on any machine.
 EPOCHS = max(200, MESSAGES // 20)

@@ -16,7 +16,7 @@ from shoal.store import journal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 
-KILLS = int(os.environ.get("SHOAL_STRESS_KILLS", "40"))
+KILLS = int(os.environ.get("SHOAL_STRESS_KILLS", "20"))
 # Runs the coordinator in this process; the arguments begin with those of the command it replaces.
 RUNNER = """
 import sys

@@ -48,7 +48,7 @@ def instances(kinds: Collection[type[Any]]) -> list[Any]:
     """Return the live instances of these classes, not of their subclasses.
 
     An instance refers to its class, so the garbage collector finds it by that. Listing all objects instead would also
-    hold the tuples that other threads are just building, and Python cannot complete a tuple that somebody holds.
+    hold the tuples that other threads are just building, and Python cannot complete a tuple with a second reference.
     """
     return [referrer for referrer in gc.get_referrers(*kinds) if type(referrer) in kinds]
 

@@ -275,7 +275,12 @@ class _Evil:
 def member(directory: Path) -> str:
     """Run a member of a pack without a coordinator; return its standard error."""
     variables = {"URL": "http://127.0.0.1:9", "TOKEN_FILE": str(directory / "token"), "RUN": "r", "MEMBER": "local/0"}
-    variables |= {"INCARNATION": "1", "HOST": "127.0.0.1", "RUN_DIR": str(directory), "SETTINGS": json.dumps({})}
+    variables |= {
+        "INCARNATION": "1",
+        "MEMBER_HOSTS": "127.0.0.1",
+        "RUN_DIR": str(directory),
+        "SETTINGS": json.dumps({}),
+    }
     environ = {**os.environ, **{f"SHOAL_{name}": value for name, value in variables.items()}}
     command = [sys.executable, "-m", "shoal.experiment", str(directory / experiment_run.PACK)]
     work = directory / experiment_run.WORK

@@ -201,6 +201,8 @@ def changes(story: Sequence[StoryLine], reached: Mapping[int, int] = {}, last_st
             broken_at = None if is_planned else line.at
         if line.kind == "DissolveWorld":
             cause = line.reason
+            if broken_at is not None and line.at - broken_at > REPORTED_WITHIN_S:
+                broken_at = line.at  # until now it was a late report about the world before
         elif line.kind == "WorldBroken":
             broken_step = max(broken_step, line.step or 0)
         elif line.kind == "ProposeWorld":

@@ -22,6 +22,18 @@ def test_exit_code_follows_the_status(status: str, code: int | None, expected: i
     assert summary.exit_code(run_view(status=status, exit_code=code)) == expected
 
 
+def test_late_report_of_a_loss_does_not_lengthen_the_next_one() -> None:
+    story = [
+        story_line(1, "FormWorld", world=1, step=0),
+        story_line(2, "DissolveWorld", world=1, reason="local/1 is lost", at=110.0),
+        story_line(3, "FormWorld", world=2, step=40, at=110.02),
+        story_line(4, "ProcessExited", member="local/1", reason="killed by signal 9", at=110.03),
+        story_line(5, "DissolveWorld", world=2, reason="the lease of local/2 expired", at=128.0),
+        story_line(6, "FormWorld", world=3, step=90, at=128.5),
+    ]
+    assert [change.formed_s for change in summary.changes(story)] == pytest.approx([0.02, 0.5])
+
+
 def test_lost_member_is_shown_with_its_cost() -> None:
     story = [
         story_line(1, "FormWorld", world=1, step=0),

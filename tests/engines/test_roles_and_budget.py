@@ -80,11 +80,11 @@ def test_runs_of_several_users_queue_and_only_their_owner_may_change_them(standi
     assert [queue[run["run"]]["queued"] for run in (urgent, second, first)] == [1, 2, 0]
     assert f"held by {first['run']} (2)" in queue[second["run"]]["waits_for"]
 
-    for verb in (("stop", first["run"]), ("scale", first["run"], "1:1")):
+    for verb in (("stop", first["run"]), ("scale", first["run"], "1:1"), ("why", first["run"])):
         problem = standing.shoal(*verb, *bob, where=path, code=4)
         assert problem["code"] == "S213"
         assert "belongs to ada, not to bob" in problem["what"]
-    assert standing.shoal("why", first["run"], *bob, where=path), "every user may look"
+    assert _view(standing, first["run"], bob)["status"] == "training", "every user may look"
     assert standing.shoal("cost", first["run"], *bob, where=path)["pools"]["farm"]["spent"] > 0
 
     # From anywhere, with nothing but the environment.

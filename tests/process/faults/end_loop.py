@@ -1,4 +1,7 @@
-"""Train a model of a few hundred thousand parameters, and leave the loop at step AT as HOW says; WHO names who does."""
+"""Train a model of a few hundred thousand parameters, and leave the loop at step AT as HOW says; WHO names who does.
+
+The member SLOW applies the gradient of step AT a second after the others.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 import shoal.torch as shoal
 
 HOW, WHO, AT = os.environ["HOW"], os.environ.get("WHO", ""), int(os.environ.get("AT", "12"))
+SLOW = os.environ.get("SLOW", "")
 STEPS = 24
 
 
@@ -37,6 +41,8 @@ def train(run: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     data = torch.utils.data.TensorDataset(torch.randn(96, 256, generator=torch.Generator().manual_seed(1)))
     for (x,) in run.batches(data, size=32, epochs=STEPS // 3, seed=3):
         run.backward((model(x) ** 2).mean())
+        if run.step + 1 == AT and run.member == SLOW:
+            time.sleep(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if run.committed:

@@ -18,9 +18,9 @@ AT, STEPS = 12, 24
 
 @contextmanager
 def run_that_ends(
-    path: Path, how: str, who: str = "", members: str = "2:2", settings: tuple[str, ...] = ()
+    path: Path, how: str, who: str = "", members: str = "2:2", settings: tuple[str, ...] = (), slow: str = ""
 ) -> Iterator[RunUnderTest]:
-    environ = {"HOW": how, "WHO": who, "AT": str(AT)}
+    environ = {"HOW": how, "WHO": who, "AT": str(AT), "SLOW": slow}
     with closing(RunUnderTest(path, SCRIPT, members, settings, environ)) as run:
         yield run
 
@@ -38,6 +38,15 @@ def test_all_scripts_leave_their_loops_at_the_same_step(tmp_path: Path, how: str
     with run_that_ends(tmp_path, how) as run:
         run.finish()
         check_that_all_end_at_one_step(run, 2, AT)
+
+
+@pytest.mark.parametrize("who", ["", "local/0"], ids=["all members", "one member"])
+def test_process_that_left_its_loop_ends_only_when_the_slowest_has_applied_the_step(tmp_path: Path, who: str) -> None:
+    """Its end once broke the world of a member that had yet to apply the sum: that one repeated the step alone."""
+    with run_that_ends(tmp_path, "break", who, slow="local/1") as run:
+        run.finish()
+        check_that_all_end_at_one_step(run, 2, AT)
+        assert {commit["world"] for commit in run.commits()} == {1}, "a step was computed again"
 
 
 def test_all_scripts_exit_with_code_0_in_their_loops(tmp_path: Path) -> None:

@@ -122,12 +122,12 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
         )
 
     def finish(self) -> None:
-        """End the training and tell the members that are not done."""
+        """End the training; tell the members that train, and those that left their loop and wait for the others."""
         step = self.state.done_at or 0
-        others = tuple(m.name for m in self.members.values() if m.status != DONE)
+        to = tuple(m.name for m in self.members.values() if m.status != DONE or self.state.left_loop)
         cause = f": the script of {self.state.left_loop} left its loop" if self.state.left_loop else ""
         self.set(finished=True, world=None, proposal=None, reason=f"finished at step {step}{cause}")
-        self.instruct(ev.AnnounceFinished(others, step))
+        self.instruct(ev.AnnounceFinished(to, step))
 
     def end_at(self, name: str, step: int) -> None:
         """End the training at `step` for all members, because the script of one has left its loop there.

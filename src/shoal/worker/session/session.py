@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from shoal import exit_codes
 from shoal.core import step_report
 from shoal.core.step_report import StepReport
 from shoal.core.world import World
-from shoal.errors import ModelMismatch
+from shoal.errors import ModelMismatch, ShoalError
 from shoal.wire import member_messages as messages
 from shoal.worker.collectives.catch_up import CatchUpExchange
 from shoal.worker.collectives.exchange import Exchange
@@ -188,8 +189,8 @@ class Session(MemberWorlds):
     def leave_loop(self) -> None:
         """Report that the script left its loop before the last step: training ends there for all members.
 
-        The exchange stays open until the process closes it, so that peers can complete the step; those that wait for
-        the next one are told to end by the coordinator.
+        The exchange stays open until all have completed the step (see `close`); those that wait for the next one are
+        told to end by the coordinator.
         """
         self._report_left()
         text = f"its script left the training loop at step {self.step or 0}; training ends there for all members"
@@ -224,6 +225,8 @@ class Session(MemberWorlds):
         suspended, self._suspended = self._suspended, None
         if suspended is not None:
             suspended()
+        if self._left_loop and self.size > 1:
+            self._wait_for_peers()
         with self._changed:
             exchanges = [self.exchange, self._retired_exchange]
             exchanges += [pending.exchange for pending in (self._prepared, self._to_enter) if pending is not None]
@@ -232,6 +235,18 @@ class Session(MemberWorlds):
                 exchange.close()
         self._uplink.close()
         self.peers.close()
+
+    def _wait_for_peers(self) -> None:
+        """Block until all members have completed the step at which this one left its loop.
+
+        If its end broke their world first, they would compute that step again without it, and end with other bits.
+        """
+        deadline = time.monotonic() + self.settings.hang_timeout_s
+        with self._changed, suppress(ShoalError):
+            self._wait_until(
+                lambda: self._finished or self._stop is not None or time.monotonic() > deadline,
+                f"the other members to complete step {self.step}",
+            )
 
     # --- entering a world after a start or a break
 

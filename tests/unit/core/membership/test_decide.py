@@ -192,11 +192,12 @@ def test_script_that_left_its_loop_ends_the_run_if_the_others_are_lost() -> None
     assert not of_kind(instructions, ev.RestoreCheckpoint)
 
 
-def test_joiner_is_told_that_the_run_has_finished_when_a_script_leaves_its_loop() -> None:
+def test_joiner_and_those_that_left_their_loop_are_told_that_the_run_has_finished() -> None:
+    """Members that left wait for it before they end, so that none breaks the world of one that is behind."""
     state, _ = after(world_of("a", "b"), hello("c"), ev.MemberReady("c", "x", None))
     state, _ = after(state, ev.MemberDone("a", 5, early=True))
     state, instructions = after(state, ev.MemberDone("b", 5, early=True))
-    assert of_kind(instructions, ev.AnnounceFinished) == [ev.AnnounceFinished(("c",), 5)]
+    assert of_kind(instructions, ev.AnnounceFinished) == [ev.AnnounceFinished(("a", "b", "c"), 5)]
 
 
 def test_member_that_missed_the_end_of_the_training_is_told_again() -> None:

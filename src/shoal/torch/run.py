@@ -315,7 +315,7 @@ class Run(BaseRun):
             described |= fix_numerics(trainer.model, trainer.synchronised, self._session.settings.threads)
         if isinstance(self._session, Session):
             described |= {"data": feed.signatures()}
-        return trainer.train(feed, fingerprint(trainer.model, trainer.optimizers[0], described), seed)
+        return trainer.train(feed, fingerprint(trainer.model, trainer.optimizers, described), seed)
 
     def _guard_copies(self, model: torch.nn.Module) -> None:
         """Let attached averages of the weights change only when a step commits."""

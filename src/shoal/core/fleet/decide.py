@@ -81,6 +81,10 @@ from shoal.core.membership.state import EVALUATOR, TRAINER
 NOTICE_KEPT_S = 60.0
 # A script that never joins trains a copy per member; that fails the run at its end, and is said long before.
 JOIN_NOTE_S = 120.0
+NOT_JOINED = (
+    "without joining the run: unless it still prepares its data, its script does not call shoal.join(), "
+    "and every member trains a copy of its own"
+)
 
 __all__ = [
     "ACTIVE",
@@ -429,11 +433,7 @@ def _on_process_timer(draft: FleetDraft, p: ProcessState, what: str) -> None:
         draft.stop(p, why, grace_s=1.0, restart_reason=why)
     elif what == "not joined":
         draft.update(p, join_by=None)
-        text = (
-            f"{p.member} has run for {JOIN_NOTE_S:g} s without joining the run: unless it still prepares its data, its "
-        )
-        text += "script does not call shoal.join(), and every member trains a copy of its own"
-        draft.instruct(fe.FleetNote(p.run, text, p.member))
+        draft.instruct(fe.FleetNote(p.run, f"{p.member} has run for {JOIN_NOTE_S:g} s {NOT_JOINED}", p.member))
     elif what == "missing":
         _lose(draft, p, "it no longer ran when its agent reconnected")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import zip_longest
 
 from shoal import exit_codes
 from shoal.core.draft import Draft
 from shoal.core.membership import events as ev
+from shoal.core.membership import fingerprint
 from shoal.core.membership.state import DONE, REGROUPING, TRAINING, WAITING, MembershipState, MemberState
 from shoal.core.world import Seat, World
 
@@ -241,8 +241,8 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
     def reject_model(self, name: str) -> None:
         """Reject a member whose model is not that of the run; this does not count as a loss."""
         member = self.members[name]
-        why = difference(self.state.fingerprint, member.fingerprint, name)
-        noun = "data" if why.startswith(("data:", "validation:")) else "model"
+        differences = fingerprint.differences(self.state.fingerprint, member.fingerprint)
+        noun = "data" if differences and differences[0].concerns_data else "model"
         same = "start every member from the same script, with the same model, optimizer, data and batch size"
         seed = "give generated data and random_split a seed, and read the same files everywhere"
         self.instruct(
@@ -251,7 +251,7 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
                 member.incarnation,
                 "S206",
                 f"the {noun} of {name} differs from the {noun} of this run",
-                why=why,
+                why=fingerprint.describe(differences, name),
                 do=seed if noun == "data" else same,
             )
         )
@@ -458,24 +458,6 @@ def join_names(names: Iterable[str]) -> str:
 def assign_sources(receivers: list[int], sources: list[int]) -> dict[int, int]:
     """Return the source of each receiving rank; sources take turns."""
     return {rank: sources[i % len(sources)] for i, rank in enumerate(receivers)} if sources else {}
-
-
-def difference(expected: str, actual: str, name: str) -> str:
-    """Return how the fingerprint of member `name` differs from the run's; a fingerprint is a hash or `key=value;…`.
-
-    A value may be a list, "first, second": then only its first item that differs is named.
-    """
-    ours = dict(part.split("=", 1) for part in expected.split(";") if "=" in part)
-    theirs = dict(part.split("=", 1) for part in actual.split(";") if "=" in part)
-    keys = [k for k in (ours | theirs) if ours.get(k) != theirs.get(k)]
-    shown = [f"{k}: {_value_difference(ours.get(k, ''), theirs.get(k, ''), name)}" for k in keys[:3]]
-    return "; ".join(shown) or "the fingerprints differ"
-
-
-def _value_difference(expected: str, actual: str, name: str) -> str:
-    items = zip_longest(expected.split(", "), actual.split(", "), fillvalue="")
-    in_run, on_member = next(pair for pair in items if pair[0] != pair[1])
-    return f"{in_run or 'nothing'} in the run, {on_member or 'nothing'} on {name}"
 
 
 def _seats(members: Iterable[MemberState]) -> tuple[Seat, ...]:

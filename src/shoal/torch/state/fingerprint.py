@@ -1,9 +1,9 @@
 """Fingerprint of a script: what must be equal on all members before they train together.
 
-It is text of the form ``key=value;key=value``, which the coordinator compares (`core.membership.draft.difference`). The
-parameters, the buffers and the optimizer are listed in full if the list is short, so that the error can name the tensor
-that differs; the list of a large model is replaced by its length, its number of elements and its hash. Values of
-tensors, learning rates and other options of the optimizer may differ: joiners receive them from a peer.
+It is text of the form ``key=value;key=value``, which the coordinator compares (`core.membership.fingerprint`). The
+parameters, the buffers and all attached optimizers are listed in full if the list is short, so that the error can name
+the tensor that differs; the list of a large model is replaced by its length, its number of elements and its hash.
+Values of tensors, learning rates and other options of an optimizer may differ: joiners receive them from a peer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import torch
 LISTED_CHARACTERS = 2000
 
 
-def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, object]) -> str:
-    """Return the fingerprint of a model, its optimizer and the settings that members must agree on."""
+def fingerprint(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: Mapping[str, object]
+) -> str:
+    """Return the fingerprint of a model, its optimizers and the settings that members must agree on."""
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     sections: dict[str, object] = {
         "parameters": _tensors(parameters),
         "buffers": _tensors(buffers),
-        "optimizer": _listed(_optimizer_lines(model, optimizer), ""),
+        "optimizer": _listed((line for each in optimizers for line in _optimizer_lines(model, each)), ""),
     }
     return ";".join(f"{key}={value}" for key, value in (sections | dict(settings)).items())
 

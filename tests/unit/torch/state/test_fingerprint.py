@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.core.membership.draft import difference
+from shoal.core.membership.fingerprint import describe, differences
 from shoal.torch.state.fingerprint import LISTED_CHARACTERS, fingerprint
+
+
+def difference(in_run: str, on_member: str, name: str) -> str:
+    return describe(differences(in_run, on_member), name)
+
 
 DATA = {"samples": 1000, "size": 32, "epochs": 2, "seed": 0}
 
@@ -20,7 +25,7 @@ def net(width: int = 4) -> torch.nn.Module:
 
 def print_of(model: torch.nn.Module | None = None, optimizer: Any = torch.optim.Adam, **settings: int) -> str:
     model = model or net()
-    return fingerprint(model, optimizer(model.parameters()), DATA | settings)
+    return fingerprint(model, [optimizer(model.parameters())], DATA | settings)
 
 
 def frozen() -> torch.nn.Module:
@@ -32,7 +37,7 @@ def frozen() -> torch.nn.Module:
 def test_fingerprint_ignores_values_and_learning_rates() -> None:
     model, other = net(), net()
     optimizers = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters(), lr=0.5)
-    assert fingerprint(model, optimizers[0], DATA) == fingerprint(other, optimizers[1], DATA)
+    assert fingerprint(model, optimizers[:1], DATA) == fingerprint(other, optimizers[1:], DATA)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +60,19 @@ def test_parameters_in_other_groups_are_another_optimizer() -> None:
     model = net()
     whole = torch.optim.SGD(model.parameters())
     split = torch.optim.SGD([{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}])
-    why = difference(fingerprint(model, whole, {}), fingerprint(model, split, {}), "local/1")
+    why = difference(fingerprint(model, [whole], {}), fingerprint(model, [split], {}), "local/1")
     assert why.startswith("optimizer: group-0 parameters 0,1,2,3 with ")
+
+
+def test_every_attached_optimizer_is_part_of_the_fingerprint() -> None:
+    model = net()
+    first = torch.optim.SGD(model[0].parameters())
+    ours = fingerprint(model, [first, torch.optim.Adam(model[1].parameters())], {})
+    other_kind = fingerprint(model, [first, torch.optim.AdamW(model[1].parameters())], {})
+    other_parameters = fingerprint(model, [first, torch.optim.Adam(model[0].parameters())], {})
+    assert difference(ours, other_kind, "local/1") == "optimizer: Adam in the run, AdamW on local/1"
+    assert "group-0 parameters 2,3 with " in difference(ours, other_parameters, "local/1")
+    assert difference(ours, fingerprint(model, [first], {}), "m") == "optimizer: Adam in the run, nothing on m"
 
 
 def test_fingerprint_of_a_large_model_is_short_and_differs_by_its_hash() -> None:

@@ -19,22 +19,21 @@ from shoal import exit_codes
 from shoal.core.fleet import decide as fleet
 from shoal.core.fleet import events as fe
 from shoal.core.fleet import launcher_env
-from shoal.core.fleet.state import DesiredRun
 from shoal.core.membership import decide as membership
 from shoal.core.membership import events as ev
-from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER, MembershipState
+from shoal.core.membership.state import EVALUATOR, MembershipState
 from shoal.core.parameter_server import decide as parameter_server
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import events as pe
-from shoal.core.runs import evaluation
+from shoal.core.runs import evaluation, exits
 from shoal.core.runs import events as run_events
+from shoal.core.runs.demand import machine_demands
 from shoal.core.runs.settings import (
     machine_requirements,
     membership_settings,
     no_machines,
     restart_limits,
     server_count,
-    trained_nothing,
 )
 from shoal.core.runs.spec import Problem
 from shoal.core.runs.state import DONE, FAILED, RESUMABLE, CoordinatorState, RunState
@@ -75,7 +74,7 @@ class _Cascade:
     def handle(self, name: str, event: Any) -> Instructions:
         """Work off the event and its follow-ups; then tell provisioning if the demand for machines has changed."""
         self._work_off(partial(self._dispatch, name, event))
-        demands = self._demands()
+        demands = machine_demands(self._state)
         if demands != self._state.provisioning.demands:
             self._work_off(partial(self._provisioning, pe.DemandChanged(demands)))
         self._state.at = self._now
@@ -302,7 +301,7 @@ class _Cascade:
         evaluator = run.evaluation.members.get(event.member)
         if evaluator is not None and evaluator.incarnation == event.incarnation:
             run.evaluation, _ = evaluation.decide(run.evaluation, ev.MemberLeft(event.member, None), self._now)
-        left_loop = _left_its_loop(run, event)
+        left_loop = exits.left_its_loop(run, event)
         done = ev.MemberDone(event.member, run.membership.step, early=True)
         if left_loop and not run.membership.settings.servers:
             self._then(self._membership, run, done)
@@ -322,10 +321,8 @@ class _Cascade:
                     event = replace(event, cause="idle")
             elif finished and member.connected:
                 self._then(self._membership, run, ev.MemberDisconnected(event.member))
-        problem = self._trained_nothing(run, event)
-        text = f"error[{problem.code}] {problem.what}" if problem is not None else ""
-        early, joining = _before_first_step(run), _trains_without(run, event.member)
-        event = replace(event, before_first_step=early, trained_nothing=text, joining=joining)
+        problem = exits.problem_of(self._state, run, event)
+        event = exits.explain(run, event, problem)
         self._then(self._fleet, event)
         self._then(self._after_exit, run, problem)
 
@@ -334,21 +331,6 @@ class _Cascade:
             self._update_unmanaged(run)
         elif run.status == FAILED:
             run.problem = run.problem or problem
-
-    def _trained_nothing(self, run: RunState, event: fe.ProcessExited) -> Problem | None:
-        """Return the error of a trainer that reached the end of its script without taking part; None if it did.
-
-        It never connected; or it connected, had nothing to train yet, and no member has committed a step either.
-        """
-        process = self._state.fleet.processes.get((run.name, event.member))
-        ended_well = event.cause == "done" and not (run.spec.compat or run.membership.finished or run.has_ended)
-        if not ended_well or process is None or process.incarnation != event.incarnation or process.role != TRAINER:
-            return None
-        member = run.membership.members.get(event.member)
-        began = member is None or member.incarnation != event.incarnation or member.status != membership.STARTING
-        if process.joined and (began or not _before_first_step(run)):
-            return None
-        return trained_nothing(run.spec, joined=process.joined)
 
     def _coordinator_started(self, event: fe.CoordinatorStarted) -> None:
         self._then(self._fleet, event)
@@ -413,44 +395,6 @@ class _Cascade:
         run.problem = no_machines(run.name, instruction.problems)
         self._then(self._fleet, fe.RunInfeasible(run.name, f"{run.problem.what}: {run.problem.why}"))
 
-    def _demands(self) -> tuple[pe.MachineDemand, ...]:
-        """Return the slots that each run could use: by priority, then in the order of submission."""
-        active = [run for run in self._state.runs.values() if not run.has_ended]
-        demands: list[pe.MachineDemand] = []
-        for run in sorted(active, key=lambda run: -run.spec.priority):
-            desired = self._state.fleet.runs.get(run.name)
-            if desired is not None and (run.spec.on or desired.reserved):
-                demands += self._demands_of(run, desired)
-        return tuple(demands)
-
-    def _demands_of(self, run: RunState, desired: DesiredRun) -> list[pe.MachineDemand]:
-        """Return one demand per role; a run that is about to end keeps its machines but gets no more."""
-        active, finishing = desired.status == fleet.ACTIVE, desired.status == fleet.FINISHING
-        roles = [
-            (SERVER, desired.servers, desired.servers, active and desired.has_own_pools(SERVER)),
-            (
-                EVALUATOR,
-                desired.evaluators,
-                desired.evaluators,
-                (active or finishing) and desired.has_own_pools(EVALUATOR),
-            ),
-            (TRAINER, desired.max_slots, desired.min_slots, active and bool(run.spec.on)),
-        ]
-        demands = []
-        for role, most, least, wants in roles:
-            if wants and most:
-                required = desired.requirements_of(role)
-                demand = pe.MachineDemand(run.name, required.pools, most, least, required.cpus, required.memory_bytes)
-                # Training starts without the evaluator, so a pool that fails for it alone does not fail the run.
-                started = role == EVALUATOR or _has_started(run, desired)
-                start_timeout_s = float(run.settings.get("start_timeout_s", demand.start_timeout_s))
-                budget = run.budget if active else None
-                demands.append(replace(demand, budget=budget, started=started, start_timeout_s=start_timeout_s))
-        agents = dict.fromkeys(p.agent for p in self._state.fleet.of_run(run.name) if p.alive and not active)
-        if in_use := tuple(name for name in agents if name in self._state.provisioning.allocations):
-            demands.append(pe.MachineDemand(run.name, (), 0, in_use=in_use))
-        return demands
-
 
 _COORDINATOR_EVENTS: dict[type, Callable[[_Cascade, Any], None]] = {
     **dict.fromkeys(fe.Event.__args__, _Cascade._fleet),  # type: ignore[attr-defined]
@@ -474,35 +418,6 @@ _RUN_EVENTS: dict[type, Callable[[_Cascade, RunState, Any], None]] = {
     ev.CoordinatorRestarted: _Cascade._coordinator_restarted,
 }
 _AFTER_THE_END = (run_events.RunResumed, run_events.BudgetSet)
-
-
-def _has_started(run: RunState, desired: DesiredRun) -> bool:
-    """Return whether a member has trained; of an unmodified script, whether it was ever started."""
-    state = run.membership
-    return state.started or state.placement is not None or bool(run.spec.compat and desired.seen)
-
-
-def _left_its_loop(run: RunState, event: fe.ProcessExited) -> bool:
-    """Return whether a trainer of a world exited with code 0 and could not report that its script left the loop."""
-    if event.cause != "done" or run.membership.finished or run.membership.stopping is not None:
-        return False
-    member = run.membership.members.get(event.member)
-    if member is None:
-        return event.member in run.membership.lost_from_world
-    held = member.status in (membership.TRAINING, membership.REGROUPING) or member.step is not None
-    return member.incarnation == event.incarnation and member.status != membership.DONE and held
-
-
-def _trains_without(run: RunState, member: str) -> bool:
-    """Return whether a world of at least the minimum of members trains, and this member has no seat in it."""
-    world, low = run.membership.world, run.membership.settings.min_members
-    return world is not None and world.size >= low and world.rank_of(member) is None
-
-
-def _before_first_step(run: RunState) -> bool:
-    """Return whether no step of a run is known to be committed; an unmodified script does not report its steps."""
-    state = run.membership
-    return not (run.spec.compat or run.spec.resume or state.step or state.checkpoint_step is not None)
 
 
 def _awaits_machines(run: RunState) -> bool:

@@ -62,7 +62,7 @@ async def first(
                 failures[tasks.pop(task)], next_at = error, 0.0
     finally:
         await _give_up(list(tasks), close)
-    raise NoUrlReachable(failures)
+    raise NoUrlReachable({url: failures[url] for url in urls})
 
 
 async def _give_up(tasks: list[asyncio.Future[T]], close: Callable[[T], Awaitable[object]]) -> None:

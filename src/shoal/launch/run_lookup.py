@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shoal.engines import process_tree
 from shoal.errors import AmbiguousRun, CoordinatorUnreachable, ShoalError, UnknownRun, UsageError
 from shoal.launch.api_client import ApiClient, open_client
 from shoal.launch.coordinator_target import CoordinatorTarget
@@ -170,13 +171,15 @@ def check_member(records: RunRecords, view: RunView, member: str) -> None:
 
 
 def process_exists(pid: int) -> bool:
+    """Return whether a process with this pid runs; a zombie, which its parent has yet to collect, does not."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     except PermissionError:
         return True
-    return True
+    except ProcessLookupError:
+        return False
+    process = process_tree.stat(pid)
+    return process is not None and process.state not in "ZX"
 
 
 def read_text(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shoal.agent.processes import process_tree
 from shoal.cli.signals import ONE_REQUEST_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -93,6 +94,7 @@ def test_daemon_of_a_member_whose_agent_was_killed_too_is_found_and_ended(stage:
     for service in services:
         service.kill()
     process.wait()
+    stage.until(lambda: not any(map(process_tree.is_alive, services)), "the services have ended")
     found = stage.shoal("doctor", "--end-leftovers")
     assert "(member of " in found.stdout, found.stdout + found.stderr
     assert "killed 1 processes" in found.stdout

@@ -23,7 +23,7 @@ def peer():
 def test_pings_are_echoed_and_a_stream_is_counted(peer: socket.socket) -> None:
     assert machine_check._ping(peer) >= 0.0
     assert machine_check._ping(peer) >= 0.0
-    assert machine_check._stream(peer, lasting_s=0.01) > 0.0
+    assert machine_check._stream(peer, lasting_s=0.0) > 0.0, "also on a machine that is too busy to send in time"
 
 
 def test_closed_connection_is_an_error() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.agent.processes import orphan_cleanup
 from shoal.doctor import leftovers
+from shoal.testing.wait import until
 
 
 class Processes:
@@ -90,3 +93,14 @@ def test_process_of_a_joined_agent_that_died_is_left_over(tmp_path: Path, proces
     (tmp_path / "agents" / "lab1").mkdir(parents=True)
     pid = processes.start("train.py", mark=tmp_path / "agents" / "lab1")
     assert found(tmp_path) == {pid: ("member", "lab1")}
+
+
+def test_coordinator_that_was_killed_but_not_yet_collected_is_dead(tmp_path: Path, processes: Processes) -> None:
+    """An init process of a container may collect orphans late or never."""
+    zombie = processes.start("shoal.coordinator")
+    os.kill(zombie, signal.SIGKILL)
+    until(lambda: psutil.Process(zombie).status() == psutil.STATUS_ZOMBIE, "the coordinator is killed")
+    pid = processes.start("train.py", mark=coordinator(tmp_path, pid=str(zombie)))
+    assert found(tmp_path) == {pid: ("member", "c1")}
+    (tmp_path / "coordinators" / "c1" / "supervisor").write_text(f"{zombie}\n")
+    assert found(tmp_path) == {pid: ("member", "c1")}

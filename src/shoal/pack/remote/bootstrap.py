@@ -117,13 +117,13 @@ def _first_reachable(urls: list[str], context: ssl.SSLContext | None) -> str:
     results: queue.Queue[tuple[str, str]] = queue.Queue()
     for url in urls:
         threading.Thread(target=_try_connect, args=(url, context, results), daemon=True).start()
-    problems = []
+    problems = {}
     for _ in urls:
         url, problem = results.get()
         if not problem:
             return url
-        problems.append(f"{url}: {problem}")
-    raise DownloadFailed("; ".join(problems))
+        problems[url] = problem
+    raise DownloadFailed("; ".join(f"{url}: {problems[url]}" for url in urls))
 
 
 def _try_connect(url: str, context: ssl.SSLContext | None, results: queue.Queue[tuple[str, str]]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,9 +89,25 @@ def test_first_url_that_answers_is_used(server: Server, tmp_path: Path) -> None:
     assert (tmp_path / "wheel").exists()
 
 
-def test_urls_that_do_not_answer_are_all_named(tmp_path: Path) -> None:
-    with pytest.raises(DownloadFailed, match=r"http://127\.0\.0\.1:1: .*; http://127\.0\.0\.1:2: "):
-        bootstrap._first_reachable(["http://127.0.0.1:1", "http://127.0.0.1:2"], None)
+def test_urls_that_do_not_answer_are_named_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    second_failed = threading.Event()
+
+    def refuse(address: tuple[str, int], timeout_s: float) -> socket.socket:
+        if address[1] == 1:
+            second_failed.wait(timeout_s)
+        raise ConnectionRefusedError(f"port {address[1]} is closed")
+
+    def connect(url: str, *rest: Any) -> None:
+        try_connect(url, *rest)
+        if url.endswith(":2"):
+            second_failed.set()
+
+    try_connect = bootstrap._try_connect
+    monkeypatch.setattr(bootstrap.socket, "create_connection", refuse)
+    monkeypatch.setattr(bootstrap, "_try_connect", connect)
+    with pytest.raises(DownloadFailed) as failed:
+        bootstrap._first_reachable(["http://lab:1", "http://lab:2"], None)
+    assert str(failed.value) == "http://lab:1: port 1 is closed; http://lab:2: port 2 is closed"
 
 
 def test_token_of_a_coordinator_with_tls_is_not_sent_in_clear(

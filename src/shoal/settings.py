@@ -66,6 +66,9 @@ class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
         1.0
     )
     hang_timeout_s: Annotated[Seconds, Meta(gt=0, description="duration after which a step counts as hung")] = 300.0
+    orphan_timeout_s: Annotated[
+        Seconds, Meta(gt=0, description="how long waiting members and pool machines look for a lost coordinator")
+    ] = 1800.0
     connect_timeout_s: Annotated[
         Seconds, Meta(gt=0, description="time for the members of a world to connect to each other")
     ] = 5.0
@@ -166,9 +169,6 @@ class LaunchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
     retain_days: Annotated[
         Number, Meta(ge=0, description="age in days at which shoal run removes ended runs, 0 for never")
     ] = 0.0
-    orphan_timeout_s: Annotated[
-        Seconds, Meta(gt=0, description="how long pool machines look for a lost coordinator")
-    ] = 1800.0
     host: Annotated[Text, Meta(description="address the coordinator listens on, empty for automatic, :: for all")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port the coordinator listens on, 0 for any")] = 0
     address: Annotated[

@@ -211,8 +211,17 @@ class MemberHandler:
             heartbeat.waits_for,
         )
         live.heartbeats[connection.member] = heartbeat
+        if heartbeat.phase == ms.OUTSIDE_THE_LOOP:
+            self._record_step_outside(run, connection.member, heartbeat.step or 0)
         if run.membership.finished or now - live.measured_at >= MEASURE_EVERY_S:
             self._record_progress(run, live, now)
+
+    def _record_step_outside(self, run: RunState, name: str, step: int) -> None:
+        """Journal the step at which a script left its loop: training ends there if its process exits with code 0."""
+        member = run.membership.members.get(name)
+        trains = member is not None and member.status in (mb.TRAINING, mb.REGROUPING)
+        if trains and step > run.membership.step:
+            self._service.attempt(partial(self._service.handle, run.name, ev.ProgressRecorded(step)))
 
     def _record_progress(self, run: RunState, live: LiveRun, now: float) -> None:
         progress = measure_progress(run, live)

@@ -132,8 +132,7 @@ class TaskRun(RunUnderTest):
         """Fail unless each of the first steps had its samples once and one result, that of a single process."""
         assertions.check_results(self.task, self.events(), steps, self.backend.bound)
         assertions.check_samples(self.task, self.events(), steps)
-        entered = [entry["fields"]["world"] for entry in self.journal("WorldEntered")]
-        assert entered == sorted(entered), "worlds went back"
+        self.check_worlds()
 
 
 # --- scenarios

@@ -36,6 +36,8 @@ from shoal.wire.protocol import Message, RejectedMsg
 
 # Valid values of `EvaluatedMsg.best`, such as "max:accuracy".
 GOAL = r"^((max|min):\s*\S.*)?$"
+# Phase of a heartbeat: the script has left its loop, and only the exit code of its process tells whether it failed.
+OUTSIDE_THE_LOOP = "outside the loop"
 
 
 # --- member to coordinator

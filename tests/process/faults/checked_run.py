@@ -30,6 +30,7 @@ class CheckedRun(run_under_test.RunUnderTest):
 
     def __init__(self, path: Path, members: str = "2:3", settings: tuple[str, ...] = (), **plan: Any) -> None:
         self.plan = plan
+        self._resizes = any(setting.startswith("batch=") for setting in settings)
         super().__init__(path, self.script, members, settings, {"FAULTS": json.dumps(plan)})
 
     # --- checks
@@ -46,8 +47,8 @@ class CheckedRun(run_under_test.RunUnderTest):
     def order(self) -> SampleOrder:
         plan = self.plan
         order = SampleOrder(plan.get("samples", 512), plan.get("batch", 64), plan.get("epochs", 4), 5)
-        for entry in self.journal():
-            if entry["kind"] == "AdjustmentReported" and entry["fields"]["what"] == "batch":
+        for entry in self.journal("AdjustmentReported") if self._resizes else ():
+            if entry["fields"]["what"] == "batch":
                 order = order.change_size(entry["fields"]["step"], entry["fields"]["values"]["batch"])
         return order
 
@@ -61,8 +62,7 @@ class CheckedRun(run_under_test.RunUnderTest):
             for commits in steps[step].values():
                 assert len({c["sum"] for c in commits}) == 1, f"members differ after step {step}"
             self._check_samples(steps[step][max(steps[step])], order, step)
-        entered = [e["fields"]["world"] for e in self.journal() if e["kind"] == "WorldEntered"]
-        assert entered == sorted(entered), "worlds went back"
+        self.check_worlds()
 
     def _check_samples(self, commits: list[dict[str, Any]], order: SampleOrder, step: int) -> None:
         """Fail unless the last world that committed a step had each sample once; a dead member's may be missing."""

@@ -1,6 +1,6 @@
 """Train a model of a few hundred thousand parameters, and leave the loop at step AT as HOW says; WHO names who does.
 
-The member SLOW applies the gradient of step AT a second after the others.
+The member SLOW applies the sum of step AT, or of every step from AT on if HOW is "never", a second after the others.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ def record(event: str, **fields: Any) -> None:
         file.write(line + "\n")
 
 
+def digest(model: torch.nn.Module) -> str:
+    content = hashlib.sha256()
+    for parameter in model.parameters():
+        content.update(parameter.detach().numpy().tobytes())
+    return content.hexdigest()
+
+
 def is_first_try(member: str) -> bool:
     """Return whether this script did not fail before, on any member if WHO is empty."""
     path = os.path.join(os.environ["RECORDS"], f"tried-{member.replace('/', '-')}")
@@ -41,18 +48,20 @@ def train(run: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     data = torch.utils.data.TensorDataset(torch.randn(96, 256, generator=torch.Generator().manual_seed(1)))
     for (x,) in run.batches(data, size=32, epochs=STEPS // 3, seed=3):
         run.backward((model(x) ** 2).mean())
-        if run.step + 1 == AT and run.member == SLOW:
+        if run.member == SLOW and (run.step + 1 == AT or (HOW == "never" and run.step + 1 > AT)):
+            record("late", step=run.step + 1)
             time.sleep(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if run.committed:
-            record("commit", step=run.step, world=run.world, size=run.size)
+            record("commit", step=run.step, world=run.world, size=run.size, state=digest(model))
         if run.step == AT and run.committed and WHO in ("", run.member):
             if HOW == "break":
                 break
             if HOW == "return":
                 return "returned"
             if HOW == "exit":
+                record("exit", step=run.step, state=digest(model))
                 sys.exit(0)
             if HOW == "raise" and is_first_try(run.member):
                 raise ValueError("a bad sample")
@@ -73,10 +82,7 @@ def main() -> None:
         how = train(run, model, optimizer)
     except StopIteration:
         how = "caught"
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    record("after", how=how, step=run.step, state=digest.hexdigest())
+    record("after", how=how, step=run.step, state=digest(model))
     run.save(os.path.join(os.environ["RECORDS"], "model.pt"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,15 @@ AT, STEPS = 12, 24
 
 @contextmanager
 def run_that_ends(
-    path: Path, how: str, who: str = "", members: str = "2:2", settings: tuple[str, ...] = (), slow: str = ""
+    path: Path,
+    how: str,
+    who: str = "",
+    members: str = "2:2",
+    settings: tuple[str, ...] = (),
+    slow: str = "",
+    at: int = AT,
 ) -> Iterator[RunUnderTest]:
-    environ = {"HOW": how, "WHO": who, "AT": str(AT), "SLOW": slow}
+    environ = {"HOW": how, "WHO": who, "AT": str(at), "SLOW": slow}
     with closing(RunUnderTest(path, SCRIPT, members, settings, environ)) as run:
         yield run
 
@@ -47,6 +54,62 @@ def test_process_that_left_its_loop_ends_only_when_the_slowest_has_applied_the_s
         run.finish()
         check_that_all_end_at_one_step(run, 2, AT)
         assert {commit["world"] for commit in run.commits()} == {1}, "a step was computed again"
+
+
+def check_that_no_step_was_computed_again(run: RunUnderTest) -> None:
+    """Fail if a world broke, or if members have different parameters after a step."""
+    assert not run.journal("WorldBroken"), "a step was computed again"
+    states: dict[int, set[str]] = {}
+    for commit in run.commits():
+        states.setdefault(commit["step"], set()).add(commit["state"])
+    assert all(len(values) == 1 for values in states.values()), "members differ after a step"
+
+
+@pytest.mark.parametrize("who", ["", "local/0"], ids=["all members", "one member"])
+def test_process_that_exits_in_its_loop_ends_only_when_the_slowest_has_applied_the_step(
+    tmp_path: Path, who: str
+) -> None:
+    """Once it did not wait, nor say at which step it left: the other repeated a step, or ended an earlier one."""
+    with run_that_ends(tmp_path, "exit", who, slow="local/1") as run:
+        run.finish()
+        ends = run.events_of("exit") + run.events_of("after")
+        assert [end["step"] for end in ends] == [AT, AT], run.output[-3000:]
+        assert len({end["state"] for end in ends}) == 1, "members left the loop with different parameters"
+        check_that_no_step_was_computed_again(run)
+
+
+@pytest.mark.parametrize("setting", ["sync=local:2", "batch=auto:16:64", "exact=8"])
+def test_slow_member_completes_the_step_at_which_another_left_in_every_mode(tmp_path: Path, setting: str) -> None:
+    with run_that_ends(tmp_path, "break", "local/0", settings=(setting,), slow="local/1", at=6) as run:
+        run.finish()
+        check_that_all_end_at_one_step(run, 2, 6)
+        check_that_no_step_was_computed_again(run)
+
+
+def test_slow_member_completes_the_last_step(tmp_path: Path) -> None:
+    with run_that_ends(tmp_path, "never", slow="local/1", at=STEPS) as run:
+        run.finish()
+        check_that_all_end_at_one_step(run, 2, STEPS)
+        check_that_no_step_was_computed_again(run)
+
+
+def test_slow_member_completes_the_step_after_which_the_run_stops(tmp_path: Path) -> None:
+    with run_that_ends(tmp_path, "never", slow="local/1") as run:
+        run.until(lambda: run.events_of("late"), "a step that one member applies later")
+        run.shoal("stop", run.name)
+        run.finish(exit_code=75)
+        check_that_no_step_was_computed_again(run)
+        last = {commit["member"]: commit["step"] for commit in run.commits()}
+        assert set(last.values()) == {run.step()}, f"members stopped at different steps: {last}"
+
+
+def test_slow_member_completes_the_step_after_which_another_leaves(tmp_path: Path) -> None:
+    with run_that_ends(tmp_path, "never", members="1:3", slow="local/1") as run:
+        run.until(lambda: run.events_of("late"), "a step that one member applies later")
+        run.kill("local/0", signal.SIGTERM)
+        run.finish()
+        assert run.journal("MemberLeft")
+        check_that_no_step_was_computed_again(run)
 
 
 def test_all_scripts_exit_with_code_0_in_their_loops(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ class ServedRun(CheckedRun):
         absences = [(e["whom"], e["at"], e["at"]) for e in self.events() if e["event"] == "dropped"]
         gone: dict[str, float] = {}
         state = CoordinatorState()
-        for entry in journal.read(next(self.home.glob("coordinators/*"))):
+        directory = next(self.home.glob("coordinators/*"))
+        assert journal.read_snapshot(directory) is None, "the journal was truncated: earlier absences are not known"
+        for entry in journal.read(directory):
             event, at = journal.decode_event(entry, runs_events.KINDS), entry.at + monotonic
             for _, told in apply(state, entry.run, event, entry.at):
                 if isinstance(told, ev.AnnounceTrainerLost):

@@ -153,3 +153,18 @@ def test_closed_connection_is_recorded_unless_the_member_is_back(service: Coordi
     assert "MemberDisconnected" not in kinds(service)
     handler.on_close(second)
     assert kinds(service)[-1] == "MemberDisconnected"
+
+
+@pytest.mark.parametrize(("phase", "step"), [("compute", 0), (ms.OUTSIDE_THE_LOOP, 7)])
+def test_step_at_which_a_script_left_its_loop_is_journaled_at_once(
+    service: CoordinatorService, phase: str, step: int
+) -> None:
+    """If its process then exits with code 0, training ends for all members at that step."""
+    handler, connection = MemberHandler(service), member_connection()
+    handler.on_message(connection, member_hello())
+    service.live.run("r-1").measured_at = service.clock.now()
+    handler.on_message(connection, ms.HeartbeatMsg(1, 9, ms.OUTSIDE_THE_LOOP, 0.0))
+    assert service.state.runs["r-1"].membership.step == 0, "it does not train yet"
+    handler.on_message(connection, ms.ReadyMsg("model", None))
+    handler.on_message(connection, ms.HeartbeatMsg(1, 7, phase, 0.0))
+    assert service.state.runs["r-1"].membership.step == step

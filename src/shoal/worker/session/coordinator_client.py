@@ -249,15 +249,24 @@ class CoordinatorClient:
     # --- waiting
 
     def _wait_until(self, ready: Callable[[], bool], awaited: str) -> None:
-        """Block on the lock that the caller holds; print what is awaited when it takes long. Raise a rejection."""
+        """Block on the lock that the caller holds; print what is awaited when it takes long.
+
+        There is no other limit while the coordinator answers: it knows whom the run waits for, and gives up members
+        that are lost or hung. Raise a rejection, and CoordinatorUnreachable if it is gone for `orphan_timeout_s`.
+        """
         since = time.monotonic()
         report_at = since + REPORT_WAIT_AFTER_S[0]
         while not ready() and self._error is None:
             self._changed.wait(0.2)
-            now = time.monotonic()
+            now, down_s = time.monotonic(), self._uplink.down_for_s
+            if down_s > self.settings.orphan_timeout_s:
+                raise errors.CoordinatorUnreachable(
+                    f"{self.me} gives up: the coordinator has not answered for {down_s:.0f} s",
+                    why=f"it was waiting for {awaited}, which only a coordinator can decide",
+                    do="start the coordinator again and resume the run; orphan_timeout_s sets how long members wait",
+                )
             if now >= report_at:
                 report_at = now + REPORT_WAIT_AFTER_S[1]
-                down_s = self._uplink.down_for_s
                 where = f"; no connection for {down_s:.0f} s" if down_s else ""
                 sys.stderr.write(f"shoal: {self.me}: waiting for {awaited} since {now - since:.0f} s{where}\n")
         if self._error is not None:

@@ -200,10 +200,11 @@ class Session(MemberWorlds):
         """Leave open whether the script left its loop or fails: it may be an exception on its way.
 
         If the script uses the run again, or nothing is heard of an exception for long, it has left the loop. If the
-        process ends first, its exit code tells. `at_end` checkpoints the final state then.
+        process ends first, its exit code tells: this session (`close`) or else the coordinator, which keeps the step of
+        the last heartbeat of this phase. `at_end` checkpoints the final state then.
         """
         self._suspended = at_end
-        self.set_phase("outside the loop")
+        self.set_phase(messages.OUTSIDE_THE_LOOP)
         timer = threading.Timer(UNWIND_S, self._resolve_suspended)
         timer.daemon = True
         timer.start()
@@ -225,6 +226,8 @@ class Session(MemberWorlds):
         suspended, self._suspended = self._suspended, None
         if suspended is not None:
             suspended()
+            if _exits_with_code_0():
+                self.leave_loop()
         if self._left_loop and self.size > 1:
             self._wait_for_peers()
         with self._changed:
@@ -452,6 +455,15 @@ class Session(MemberWorlds):
                 lambda: self._broken or self.size > 1 or self._uplink.may_step_alone(self.settings.lease_s),
                 "the coordinator to renew the lease",
             )
+
+
+def _exits_with_code_0() -> bool:
+    """Return whether `sys.exit` with code 0 ends this process, as far as that can be seen.
+
+    The warm process runs exit functions while it handles the SystemExit. A cold interpreter has forgotten it by then.
+    """
+    leaving = sys.exc_info()[1]
+    return isinstance(leaving, SystemExit) and leaving.code in (None, 0)
 
 
 def _held_step(step: int | None) -> int:

@@ -40,10 +40,9 @@ class RecordedSession(Session):
 def recorded_session(directory: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedSession:
     """Return the session of `local/0`, which has not said anything yet."""
     (directory / "token").write_text("token")
+    peers = {"address": ADDRESS, "end_worlds": lambda _number: None, "close": lambda: None}
     monkeypatch.setattr(MemberUplink, "open", lambda _self: None)
-    monkeypatch.setattr(
-        member_worlds, "Peers", lambda *_, **__: SimpleNamespace(address=ADDRESS, end_worlds=lambda _number: None)
-    )
+    monkeypatch.setattr(member_worlds, "Peers", lambda *_, **__: SimpleNamespace(**peers))
     environment = MemberEnvironment(
         "http://127.0.0.1:9", str(directory / "token"), "r", "local/0", "1", "127.0.0.1", {}, RunSettings(), "/runs/r"
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 
+from shoal import errors
 from shoal.core.world import Address
 from shoal.settings import RunSettings
 from shoal.wire import member_messages as messages
 from shoal.wire.credentials import Credentials
 from shoal.worker.session.coordinator_client import CoordinatorClient
 from shoal.worker.session.environment import MemberEnvironment
+from shoal.worker.session.uplink import MemberUplink
 
 ENVIRONMENT = MemberEnvironment(
     "http://127.0.0.1:9", "token", "r", "local/0", "1", "127.0.0.1", {}, RunSettings(), "/runs/r"
@@ -63,6 +66,16 @@ def test_claim_blocks_until_it_is_granted(client: Client) -> None:
 def test_claim_that_another_member_completed_is_refused(client: Client) -> None:
     threading.Timer(0.05, client._on_message, [messages.ClaimAlreadyDoneMsg("model.pt")]).start()
     assert not client.claim("model.pt")
+
+
+def test_wait_for_a_coordinator_that_is_gone_for_good_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    client.settings = msgspec.structs.replace(client.settings, orphan_timeout_s=0.05)
+    with pytest.raises(errors.CoordinatorUnreachable, match="local/0 gives up: the coordinator has not answered"):
+        client.claim("model.pt")
+    monkeypatch.setattr(MemberUplink, "down_for_s", 0.0)
+    threading.Timer(0.1, client._on_message, [messages.ClaimGrantedMsg("best.pt")]).start()
+    assert client.claim("best.pt"), "a coordinator that answers is waited for"
 
 
 def test_hello_repeats_open_claims_notices_and_adjustments(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_exception_that_was_caught_outside_the_loop_ends_the_training(training: 
     assert training.sent == []
     training.try_claim("model.pt")
     assert training.sent == [messages.DoneMsg(18, early=True), messages.ClaimMsg("model.pt")]
+
+
+@pytest.mark.parametrize(("code", "left"), [(0, True), (None, True), (1, False), ("no data", False)])
+def test_exit_in_the_loop_ends_the_training_only_with_code_0(
+    training: RecordedSession, code: int | str | None, left: bool
+) -> None:
+    checkpoints: list[int] = []
+    training._finished = True
+    training.suspend_loop(lambda: checkpoints.append(1))
+    try:
+        sys.exit(code)
+    except SystemExit:
+        training.close()
+    assert checkpoints == [1]
+    assert training.sent == ([messages.DoneMsg(18, early=True)] if left else [])
 
 
 def test_world_replaces_a_restore_that_was_asked_for_before(training: RecordedSession) -> None:

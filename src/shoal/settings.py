@@ -22,12 +22,13 @@ import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from shoal.core import emulation, sync_mode
+from shoal.core import emulation, notice_source, sync_mode
 from shoal.core.addresses import port_range as port_range
 from shoal.core.batch import setting
 from shoal.core.shares import settings as shares_settings
@@ -35,13 +36,15 @@ from shoal.errors import BadPlan, BadSettings, BadSize
 
 Value = str | int | float | bool
 TABLES = ("checkpoint", "restarts", "notice", "shares", "noise", "outer", "evaluate")
+# The group of entry points in which plug-ins name their notice sources.
+NOTICE_ENTRY_POINTS = "shoal.notice_sources"
 PORTS = r"^([0-9]{1,5}-[0-9]{1,5})?$"
 # Whatever a setting means, it is finite, and the journal can hold it; a duration is one that a timer can wait for.
 MAX_SECONDS = 1e9
 MAX_NUMBER = 1 << 53
 MAX_TEXT = 4096
 # A member whose lease lasts for fewer heartbeats is lost whenever one of them is late.
-HEARTBEATS_PER_LEASE = 2
+MIN_HEARTBEATS_PER_LEASE = 2
 
 Seconds = Annotated[float, Meta(le=MAX_SECONDS)]
 Number = Annotated[float, Meta(le=MAX_NUMBER)]
@@ -203,6 +206,11 @@ class SettingInfo:
         return "SHOAL_" + self.name.replace(".", "_").upper()
 
 
+def notice_plug_ins() -> tuple[str, ...]:
+    """Return the names of the notice sources that plug-ins on this machine add."""
+    return tuple(entry.name for entry in entry_points(group=NOTICE_ENTRY_POINTS))
+
+
 def declared() -> tuple[SettingInfo, ...]:
     """Return all settings, those of the command first."""
     return (*_infos_of(LaunchSettings, travels=False), *_infos_of(RunSettings, travels=True))
@@ -260,6 +268,11 @@ def _check_meaning(converted: Any, where: str) -> None:
         why = "Gloo listens on ports of its own choice"
         raise BadSettings("ports cannot be used with exchange=gloo", where=where, why=why, do="use exchange=ring")
     emulation.parse(getattr(converted, "emulate", ""), where)
+    notice_source.check(getattr(converted, "notice_source", ""), notice_plug_ins, where)
+    url = getattr(converted, "notice_url", "")
+    if url and not url.startswith(("http://", "https://")):
+        do = "write http://HOST:PORT, or leave it empty for the platform's own"
+        raise BadSettings(f"invalid value for notice.url: {url!r:.200}", where=where, why="it is not a URL", do=do)
     sync_mode.parse(getattr(converted, "sync", "step"))
     bounds = {
         bound: getattr(converted, f"shares_{bound}") for bound in ("min", "max") if hasattr(converted, "shares_max")
@@ -275,11 +288,11 @@ def _check_meaning(converted: Any, where: str) -> None:
 def _check_lease(checked: RunSettings) -> None:
     """Raise if a member cannot send enough heartbeats within its lease."""
     lease_s, heartbeat_s = checked.lease_s, checked.heartbeat_s
-    if heartbeat_s * HEARTBEATS_PER_LEASE > lease_s:
-        most_s, least_s = lease_s / HEARTBEATS_PER_LEASE, heartbeat_s * HEARTBEATS_PER_LEASE
+    if heartbeat_s * MIN_HEARTBEATS_PER_LEASE > lease_s:
+        most_s, least_s = lease_s / MIN_HEARTBEATS_PER_LEASE, heartbeat_s * MIN_HEARTBEATS_PER_LEASE
         raise BadSettings(
             f"lease_s={lease_s:g} is too short for heartbeat_s={heartbeat_s:g}",
-            why=f"a member must be able to send {HEARTBEATS_PER_LEASE} heartbeats before it counts as lost",
+            why=f"a member must be able to send {MIN_HEARTBEATS_PER_LEASE} heartbeats before it counts as lost",
             do=f"set heartbeat_s={most_s:g} or less, or lease_s={least_s:g} or more",
         )
 

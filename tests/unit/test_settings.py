@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal import settings as shoal_settings
-from shoal.errors import BadSettings
+from shoal.errors import BadNoticeSource, BadSettings
 
 
 def test_every_setting_has_a_help_and_a_valid_default() -> None:
@@ -54,6 +54,38 @@ def test_misspelt_choice_is_answered_with_the_similar_one() -> None:
     with pytest.raises(BadSettings) as caught:
         shoal_settings.parse_value("shares.mode", "continous")
     assert caught.value.do == "did you mean continuous?"
+
+
+@pytest.mark.parametrize(
+    ("source", "do"),
+    [
+        ("awz", "did you mean aws?"),
+        ("GCP", "did you mean gcp?"),
+        ("aws:rebalanced", "did you mean aws:rebalance?"),
+        ("oracle", "use one of these, or install its plug-in on this machine too"),
+        ("file:", "use file:/run/shutdown-notice, for example"),
+        ("slurm:soon", "use slurm:60"),
+    ],
+)
+def test_bad_notice_source_is_refused_where_the_setting_is_read(source: str, do: str) -> None:
+    with pytest.raises(BadNoticeSource) as caught:
+        shoal_settings.parse_value("notice.source", source, where="shoal.toml:7")
+    assert (caught.value.do, caught.value.where) == (do, "shoal.toml:7")
+
+
+@pytest.mark.parametrize("source", ["", "aws", "aws:rebalance", "gcp", "azure", "slurm", "slurm:90", "file:/tmp/x"])
+def test_every_notice_source_of_the_documentation_is_accepted(source: str) -> None:
+    assert shoal_settings.parse_value("notice.source", source) == source
+
+
+def test_notice_source_of_an_installed_plug_in_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal_settings, "notice_plug_ins", lambda: ("oracle",))
+    assert shoal_settings.parse_value("notice.source", "oracle") == "oracle"
+
+
+def test_notice_url_without_a_scheme_is_refused() -> None:
+    with pytest.raises(BadSettings, match=r"notice\.url"):
+        shoal_settings.parse_value("notice.url", "metadata.internal")
 
 
 def test_unknown_setting_of_a_run_is_answered_with_the_similar_one() -> None:

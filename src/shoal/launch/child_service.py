@@ -5,7 +5,8 @@ reads end-of-file, which happens when the supervisor closes the pipe, and also w
 session of its own gets no Ctrl-C from the terminal, so the supervisor alone decides when it stops.
 
 A child that dies is restarted at once the first time, then after 0.1 s, 0.2 s, 0.4 s, …; more than RESTARTS deaths
-within RESTARTS_WITHIN_S are an error. Both logs are appended to, so the last lines tell why it died.
+within RESTARTS_WITHIN_S are an error. One that refuses its settings is not restarted: it would refuse them again. Both
+logs are appended to, so the last lines tell why it died.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shoal import exit_codes
 from shoal.errors import ServiceFailed
 
 RESTARTS = 5
@@ -86,6 +88,8 @@ class ChildService:
         ended = self.exit_description()
         if not ended:
             return ""
+        if self._process is not None and self._process.returncode in (exit_codes.BAD_USAGE, exit_codes.BAD_SETTING):
+            raise self.failure(f"the {self.name} cannot run with these settings ({ended})")
         now = self._clock()
         self._deaths.append(now)
         delay_s = restart_delay_s(self._deaths, now)

@@ -97,8 +97,9 @@ AWS = "/latest/meta-data/spot/instance-action"
 GCP = "/computeMetadata/v1/instance/preempted"
 AZURE = "/metadata/scheduledevents"
 EVENT = {"EventId": "A", "EventType": "Preempt", "Resources": ["vm1"], "NotBefore": "Mon, 18 Sep 2090 12:00:30 GMT"}
+AWS_NOTICE = (200, '{"action": "terminate", "time": "2090-09-18T12:02:00Z"}', 0.0)
 CLOUDS = [
-    ("aws", AWS, (404, "", 0.0), (200, '{"action": "terminate", "time": "2090-09-18T12:02:00Z"}', 0.0)),
+    ("aws", AWS, (404, "", 0.0), AWS_NOTICE),
     ("gcp", GCP, (200, "FALSE", 0.0), (200, "TRUE", 0.0)),
     ("azure", AZURE, (200, json.dumps({"Events": []}), 0.0), (200, json.dumps({"Events": [EVENT]}), 0.0)),
 ]
@@ -136,7 +137,7 @@ def test_rejected_aws_token_is_renewed(cloud):
     def then() -> None:
         wait_for_two_requests(cloud, AWS)
         cloud.valid = "revoked"
-        cloud.replies[AWS] = CLOUDS[0][3]
+        cloud.replies[AWS] = AWS_NOTICE
 
     assert first(notices.open_source("aws", cloud.url, poll_s=0.05), then=then).source == "aws"
     assert cloud.tokens == ["21600", "21600"]

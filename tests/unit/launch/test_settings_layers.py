@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal import settings as shoal_settings
-from shoal.errors import BadConfigFile, BadSettings, UsageError
+from shoal.errors import BadConfigFile, BadNoticeSource, BadSettings, UsageError
 from shoal.launch import settings_layers
 
 
@@ -135,3 +135,16 @@ def test_variables_of_shoal_itself_and_unrelated_ones_are_allowed() -> None:
     used = {name for path in source.rglob("*.py") for name in re.findall(r"\bSHOAL_[A-Z_]*[A-Z]\b", path.read_text())}
     assert {"SHOAL_URL", "SHOAL_MEMBER", "SHOAL_HOME"} <= used
     settings_layers.check_variables([*(used - {"SHOAL_LEASE"}), "SHOAL_TASK", "PATH"])
+
+
+@pytest.mark.parametrize("layer", ["file", "environment", "--set", "option"])
+def test_bad_notice_source_is_refused_in_every_layer(tmp_path: Path, layer: str) -> None:
+    if layer == "file":
+        (tmp_path / "shoal.toml").write_text('[notice]\nsource = "awz"\n')
+    environ = {"SHOAL_NOTICE_SOURCE": "awz"} if layer == "environment" else {}
+    assignments = ("notice.source=awz",) if layer == "--set" else ()
+    options: dict[str, settings_layers.Option] = {"notice.source": ("option", "awz")} if layer == "option" else {}
+    with pytest.raises(BadNoticeSource, match="unknown notice source 'awz'") as caught:
+        settings_layers.resolve(tmp_path, environ, assignments, options)
+    assert caught.value.do == "did you mean aws?"
+    assert layer.removeprefix("file") in caught.value.where

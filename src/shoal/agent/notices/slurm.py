@@ -85,14 +85,8 @@ def slurm_job(rest: str, environ: Mapping[str, str]) -> SlurmJob:
     job = environ.get("SLURM_JOB_ID", "")
     if not job:
         raise BadNoticeSource("the notice source slurm works only in a Slurm job", do="use another notice source")
-    try:
-        before_s = float(rest or DEFAULT_S)
-    except ValueError as error:
-        raise BadNoticeSource(
-            f"invalid notice source slurm:{rest} — not a number of seconds", do="use slurm:60"
-        ) from error
     at = timestamp(environ.get("SLURM_JOB_END_TIME", ""))
-    return SlurmJob(before_s, job, JobEnd(at) if at is not None else None, query_end)
+    return SlurmJob(float(rest or DEFAULT_S), job, JobEnd(at) if at is not None else None, query_end)
 
 
 def wait_s(

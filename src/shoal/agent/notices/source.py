@@ -30,10 +30,10 @@ alarm would cost a machine, and a missed one only what was lost before notices e
 
 A plug-in is a function that takes the base URL (or "") and returns a `NoticeSource`.
 
-To add a source, write a class with `poll` (a cloud's in `cloud`) and a case in `open_source`. The names of all sources
-are also in the table above, in the help of the setting (`shoal.settings`) and of the agent (`agent/__main__`), in the
-errors of `open_source` and `BadNoticeSource`, and in docs/howto/notices.md. A cloud's replies go to the end of `CLOUDS`
-in tests/process/agent/test_notice_sources.py.
+To add a source, write a class with `poll` (a cloud's in `cloud`), a case in `open_source` and its name in
+`core/notice_source`. The names of all sources are also in the table above, in the help of the setting
+(`shoal.settings`) and of the agent (`agent/__main__`), in the error `BadNoticeSource`, and in docs/howto/notices.md. A
+cloud's replies go to the end of `CLOUDS` in tests/process/agent/test_notice_sources.py.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
-from shoal.errors import BadNoticeSource
+from shoal.core import notice_source
+from shoal.settings import NOTICE_ENTRY_POINTS
 
 log = logging.getLogger("shoal.agent")
 
-ENTRY_POINTS = "shoal.notice_sources"
 _FILE_POLL_S = 0.5
 
 
@@ -77,6 +77,8 @@ def open_source(name: str, url: str = "", poll_s: float = 5.0, timeout_s: float 
     # Imported late, because these modules import `Notice` from here.
     from shoal.agent.notices import cloud, file, slurm
 
+    plug_ins = {entry.name: entry for entry in entry_points(group=NOTICE_ENTRY_POINTS)}
+    notice_source.check(name, lambda: plug_ins)
     kind, _, rest = name.partition(":")
     client = cloud.MetadataClient(url, timeout_s)
     match kind:
@@ -90,14 +92,8 @@ def open_source(name: str, url: str = "", poll_s: float = 5.0, timeout_s: float 
             return PollingSource(file.FileSource(Path(rest)).poll, min(poll_s, _FILE_POLL_S))
         case "slurm":
             return slurm.slurm_job(rest, os.environ)
-    for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name == name:
-            source: NoticeSource = entry.load()(url)
-            return source
-    raise BadNoticeSource(
-        f"unknown notice source {name!r}",
-        do="use aws, gcp, azure, file:PATH, slurm, or install its plug-in",
-    )
+    source: NoticeSource = plug_ins[name].load()(url)
+    return source
 
 
 class PollingSource:

@@ -45,7 +45,8 @@ from shoal.core.world import World
 
 # The load that one run may put on a coordinator.
 HEARTBEATS_PER_S = 1000
-HEARTBEATS_PER_LEASE = 4
+# Many members send fewer heartbeats, but no fewer than these within a lease.
+THINNED_HEARTBEATS_PER_LEASE = 4
 # How long members need at most to find a coordinator again that was cut off, and how long it takes to let one of them
 # and its agent in, with TLS, on a slow machine.
 RECONNECT_S, RETURN_S = 4.0, 0.01
@@ -61,7 +62,7 @@ def heartbeat_s(wished_s: float, members: int, lease_s: float) -> float:
     >>> heartbeat_s(0.5, 8, 3.0), heartbeat_s(0.5, 600, 3.0), heartbeat_s(0.5, 5000, 3.0)
     (0.5, 0.6, 0.75)
     """
-    return max(wished_s, min(members / HEARTBEATS_PER_S, lease_s / HEARTBEATS_PER_LEASE))
+    return max(wished_s, min(members / HEARTBEATS_PER_S, lease_s / THINNED_HEARTBEATS_PER_LEASE))
 
 
 def silence_limit_s(heartbeat_s: float, lease_s: float) -> float:

@@ -3,9 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
 from shoal.core.membership import events as ev
 from shoal.core.membership import leases
-from shoal.core.membership.leases import CoordinatorReachability, due
+from shoal.core.membership.leases import CoordinatorReachability, due, heartbeat_s
 from shoal.core.membership.state import (
     STARTING,
     TRAINING,
@@ -15,6 +18,7 @@ from shoal.core.membership.state import (
     MemberState,
 )
 from shoal.core.world import Address, Seat, World
+from shoal.settings import MIN_HEARTBEATS_PER_LEASE
 
 SETTINGS = MembershipSettings(max_members=2, lease_s=3.0, reconnect_s=1.0, hang_timeout_s=60.0)
 NAMES = ("a/0", "b/0")
@@ -87,3 +91,9 @@ def test_message_that_is_older_than_the_last_changes_nothing() -> None:
     record = CoordinatorReachability(last_received=10.0, silence_limit_s=2.0)
     assert record.received(9.0) is record
     assert record.received(11.0).restored_at == record.restored_at
+
+
+@given(st.floats(0.01, 10.0), st.floats(1.0, 100.0), st.integers(1, 100_000))
+def test_heartbeats_of_many_members_still_fit_their_lease(wished_s: float, lease_s: float, members: int) -> None:
+    assume(wished_s * MIN_HEARTBEATS_PER_LEASE <= lease_s)
+    assert heartbeat_s(wished_s, members, lease_s) * MIN_HEARTBEATS_PER_LEASE <= lease_s

@@ -22,7 +22,6 @@ import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -208,6 +207,9 @@ class SettingInfo:
 
 def notice_plug_ins() -> tuple[str, ...]:
     """Return the names of the notice sources that plug-ins on this machine add."""
+    # Imported late, because it is slow and hardly ever needed.
+    from importlib.metadata import entry_points
+
     return tuple(entry.name for entry in entry_points(group=NOTICE_ENTRY_POINTS))
 
 

@@ -212,7 +212,7 @@ def test_optimizer_of_parameters_outside_the_model_is_refused() -> None:
         run.attach(model, optimizer)
         run.batches(dataset(), size=24)
 
-    with pytest.raises(NotAttached, match="1 parameters that are not of the attached model"):
+    with pytest.raises(NotAttached, match="1 parameter outside the attached model"):
         members(1, loop)
 
 

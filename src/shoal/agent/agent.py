@@ -51,6 +51,7 @@ from shoal.agent.outbox import Outbox
 from shoal.agent.processes import orphan_cleanup
 from shoal.agent.uplink import AgentUplink
 from shoal.core import addresses
+from shoal.core.nouns import counted
 from shoal.errors import CoordinatorUnreachable, HomeUnusable, MembershipError, NoCoordinatorAddress, ShoalError
 from shoal.wire import connect_errors, credentials
 from shoal.wire.agent_messages import (
@@ -302,7 +303,7 @@ class Agent:
 
     def _log_waiting(self, since: float, until: float, why: str) -> None:
         living = len(self._members)
-        end = f"for as long as {living} members live" if living else f"until {_clock(until)}"
+        end = f"until its {counted(living, 'member')} ended" if living else f"until {_clock(until)}"
         log.warning("waiting for the coordinator at %s since %s, %s (%s)", self._settings.url, _clock(since), end, why)
 
     def _on_welcome(self, welcome: AgentWelcomeMsg) -> None:

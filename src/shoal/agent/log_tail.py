@@ -12,6 +12,8 @@ import re
 from collections import deque
 from pathlib import Path
 
+from shoal.core.nouns import be, counted
+
 LINE_CHARACTERS = 2000
 BATCH_LINES = 200
 BATCH_CHARACTERS = 64 << 10
@@ -89,7 +91,7 @@ class LogRateLimit:
 
     @staticmethod
     def _mark(dropped: int) -> list[str]:
-        return [f"… {dropped} lines are in the member's file only"] if dropped else []
+        return [f"… {counted(dropped, 'line')} {be(dropped)} in the member's file only"] if dropped else []
 
 
 def batches(lines: list[str]) -> list[tuple[str, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from shoal.core.nouns import counted
 from shoal.wire.agent_messages import FromAgent, LogLinesMsg, MemberExitedMsg
 
 MAX_EVENTS = 10_000
@@ -55,7 +56,7 @@ class Outbox:
             return None
         first = self._logs.popleft()
         if self._dropped_lines:
-            mark = f"… {self._dropped_lines} lines were not sent while the coordinator was away"
+            mark = f"… {counted(self._dropped_lines, 'line')} not sent while the coordinator was away"
             first = LogLinesMsg(first.run, first.member, (mark, *first.lines))
             self._dropped_lines = 0
         return first

@@ -11,6 +11,7 @@ from shoal.coordinator.live_state import LiveRun, measure_progress
 from shoal.core.fleet import decide as fl
 from shoal.core.membership import decide as mb
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
+from shoal.core.nouns import counted
 from shoal.core.placement import describe_uncopied
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.provisioning import feasibility
@@ -157,8 +158,8 @@ def _status_reason_size(run: RunState, state: CoordinatorState) -> tuple[str, st
     if desired.restart_reason:
         return "waiting", f"all members restart: {desired.restart_reason}", 0
     if running := sum(process.status in (fl.RUNNING, fl.DONE) for process in processes):
-        return "training", f"{running} members of an unmodified script, start {desired.generation}", running
-    return "starting", f"waiting for at least {desired.min_members} slots", 0
+        return "training", f"{counted(running, 'member')} of an unmodified script, start {desired.generation}", running
+    return "starting", f"waiting for at least {counted(desired.min_members, 'slot')}", 0
 
 
 def _served_trainers(run: RunState) -> int:

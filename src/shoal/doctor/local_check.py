@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from shoal.core.nouns import plural
 from shoal.doctor.diagnosis import LITTLE_DISK_BYTES, NO_DISK_BYTES, CheckVerdict
 
 LITTLE_SHARED_MEMORY_BYTES = 64 << 20
@@ -45,7 +46,7 @@ def _torch() -> CheckVerdict:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     limited = f", OMP_NUM_THREADS={threads}" if threads else ""
     cores = len(os.sched_getaffinity(0))
-    return CheckVerdict("good", "torch", f"{version}, {cores} usable cores{limited}")
+    return CheckVerdict("good", "torch", f"{version}, {cores} usable {plural(cores, 'core')}{limited}")
 
 
 def _loopback() -> CheckVerdict:

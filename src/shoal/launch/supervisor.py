@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shoal.core.nouns import counted
 from shoal.errors import CoordinatorUnreachable, ServiceFailed, ShoalError
 from shoal.launch import project_upload
 from shoal.launch.api_client import ApiClient, open_client
@@ -105,7 +106,7 @@ class Supervisor:
                 until = max(until, release.until + GRACE_S)
                 if release.remaining and time.time() - noted_at > NOTE_EVERY_S:
                     noted_at = time.time()
-                    machines = "1 machine" if release.remaining == 1 else f"{release.remaining} machines"
+                    machines = counted(release.remaining, "machine")
                     with contextlib.suppress(OSError):  # the terminal may be gone
                         note(f"releasing {machines}; this may take {release.until - noted_at:.0f} s")
 

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from shoal.core.nouns import counted
 from shoal.errors import BadFiles, PackDamaged
 from shoal.pack import manifest
 
@@ -88,7 +89,7 @@ def describe(files: Mapping[str, Path]) -> str:
     sizes = sorted(((path.stat().st_size, name) for name, path in files.items()), reverse=True)
     total = sum(size for size, _ in sizes)
     largest = ", ".join(f"{name} {_size(size)}" for size, name in sizes[:LARGEST])
-    return f"{len(sizes)} files, {_size(total)}" + (f"; the largest: {largest}" if largest else "")
+    return f"{counted(len(sizes), 'file')}, {_size(total)}" + (f"; the largest: {largest}" if largest else "")
 
 
 def check_size(files: Mapping[str, Path], limit_bytes: int) -> None:

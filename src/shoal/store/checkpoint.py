@@ -47,6 +47,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.nouns import counted
 from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, ShoalError, StoreUnusable
 from shoal.store.blob_store import Blob, Store
 
@@ -196,7 +197,7 @@ def read(store: Store, entry: CheckpointInfo | None = None) -> LoadedCheckpoint:
         return LoadedCheckpoint(info, header, buffers, tuple(passed_over))
     if passed_over:
         raise CheckpointDamaged(
-            f"all {len(passed_over)} checkpoints in {store.where} are damaged",
+            f"every checkpoint in {store.where} is damaged ({counted(len(passed_over), 'checkpoint')})",
             why="; ".join(f"{error.what} ({error.why})" for error in passed_over),
             do="restore one from a backup, or start a new run",
         )

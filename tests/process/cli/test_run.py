@@ -97,7 +97,7 @@ def test_daemon_of_a_member_whose_agent_was_killed_too_is_found_and_ended(stage:
     stage.until(lambda: not any(map(process_tree.is_alive, services)), "the services have ended")
     found = stage.shoal("doctor", "--end-leftovers")
     assert "(member of " in found.stdout, found.stdout + found.stderr
-    assert "killed 1 processes" in found.stdout
+    assert "killed 1 process" in found.stdout
     assert "no processes of dead runs" in stage.shoal("doctor").stdout
 
 

@@ -70,5 +70,5 @@ def test_log_lines_are_bounded_and_the_loss_is_marked():
         outbox.put(lines(str(number)))
     messages = drain(outbox)
     assert len(messages) == MAX_LOG_BATCHES
-    assert messages[0].lines == ("… 3 lines were not sent while the coordinator was away", "3")
+    assert messages[0].lines == ("… 3 lines not sent while the coordinator was away", "3")
     assert messages[1].lines == ("4",)

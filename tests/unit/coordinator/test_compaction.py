@@ -137,7 +137,7 @@ def test_story_says_what_is_gone_if_the_views_are_lost_after_a_snapshot(tmp_path
     assert (view.step, view.loss, view.checkpoint_step) == (5, 0.5, 5)
     lines = [line.text for line in OfflineRecords(tmp_path).story("r-1")]
     assert lines[0] == "the story before this is gone"
-    assert "scaled to 1:1 members" in lines
+    assert "scaled to 1 member" in lines
     (tmp_path / sqlite_views.FILE).unlink()
     again = open_service(tmp_path)
     again.replay()

@@ -25,7 +25,7 @@ def test_rebuilt_views_show_runs_agents_and_story_as_the_journal_has_them(tmp_pa
     assert (view.run, view.status, view.directory) == ("r", "stopping", str(tmp_path / "runs" / "r"))
     assert [agent.agent for agent in sqlite_views.agents(tmp_path)] == ["lab"]
     texts = [line.text for line in sqlite_views.story(tmp_path, "r")]
-    assert texts[0] == "run created: t.py with 1:1 members"
+    assert texts[0] == "run created: t.py with 1 member"
     assert "run was asked to stop" in texts
     assert "agent lab connected with 2 slots" not in texts, "it connected before the run was created"
 

@@ -102,7 +102,7 @@ def test_views_are_rebuilt_without_a_coordinator(tmp_path: Path) -> None:
         rebuild(tmp_path)
         (view,) = sqlite_views.runs(tmp_path)
         assert (view.run, view.status, view.world, view.step, view.loss) == ("r", "training", 1, 9, 0.25)
-        assert sqlite_views.story(tmp_path, "r")[0].text == "run created: t.py with 1:1 members"
+        assert sqlite_views.story(tmp_path, "r")[0].text == "run created: t.py with 1 member"
         assert [w.members for w in sqlite_views.worlds(tmp_path, "r")] == [("a/0",)]
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from shoal.cli.output import table
 from shoal.cli.output.lines import sentence
+from shoal.core.nouns import be, counted
 from shoal.wire.api import StoryLine
 
 LOSS, HANG, LEAVE, BREAK = "loss", "hang", "leave", "break"
@@ -47,7 +48,7 @@ NOTES = (
     (re.compile(r"(is|was) lost: (stuck in|lease expired)"), HANG),
     (re.compile(r"(is|was) lost: "), LOSS),
     (re.compile(r"will leave within|has left$"), LEAVE),
-    (re.compile(r"world \d+ with \d+ members from step"), "join"),
+    (re.compile(r"world \d+ with \d+ members? from step"), "join"),
     (re.compile(r"^scaled to "), "scale"),
     (re.compile(r"restored the checkpoint|training starts over"), "restore"),
     (re.compile(r"^all members restart|the coordinator restarted"), "restart"),
@@ -165,7 +166,7 @@ def _world_entered(line: StoryLine) -> int | None:
 
 
 def _repeated(steps: int) -> str:
-    return "no step is repeated" if not steps else "1 step is repeated" if steps == 1 else f"{steps} steps are repeated"
+    return f"{counted(steps, 'step')} {be(steps)} repeated" if steps else "no step is repeated"
 
 
 def _grouped(incidents: Sequence[Incident]) -> list[Incident]:

@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from shoal.cli.output import table
+from shoal.core.nouns import counted, plural
 from shoal.wire.api import CostView, MemberView, RunView, StoryLine
 
 PROGRESS_EVERY_S = 10.0
@@ -56,11 +57,11 @@ def members(view: RunView) -> str:
     servers = sum(member.status == "serving" for member in view.members)
     if servers:
         bounds = f"{view.members_min}:{view.members_max}"
-        return f"{view.world_size} trainers ({bounds}) and {servers} servers"
+        return f"{counted(view.world_size, 'trainer')} ({bounds}) and {counted(servers, 'server')}"
     if view.world is None:
         return "no world"
     bounds = f"{view.members_min}:{view.members_max}" if view.members_min != view.members_max else str(view.members_max)
-    return f"world {view.world} with {view.world_size} members ({bounds})"
+    return f"world {view.world} with {counted(view.world_size, 'member')} ({bounds})"
 
 
 def evaluation(view: RunView) -> str:
@@ -74,7 +75,7 @@ def evaluation(view: RunView) -> str:
         metric = latest.best.partition(":")[2]
         text += f"; best {metric} {latest.best_value:.4g} at step {table.count(latest.best_step)}"
     if latest.without and latest.patience is not None:
-        text += f", no improvement in {latest.without} of {latest.patience} evaluations"
+        text += f", no improvement in {latest.without} of {counted(latest.patience, 'evaluation')}"
     return text
 
 
@@ -99,7 +100,7 @@ def adjustments(view: RunView) -> list[tuple[str, str]]:
     """Return the latest adjustment of each kind (shares, batch, memory) with its reason."""
     latest = {adjustment.what: adjustment for adjustment in sorted(view.decided, key=lambda decided: decided.step)}
     limited = sum(adjustment.what == "memory" for adjustment in view.decided) - 1
-    others = f" (and {limited} more members have a limit)" if limited > 0 else ""
+    others = f" (and {limited} more {plural(limited, 'member')} with a limit)" if limited > 0 else ""
     return [
         (what, f"from step {table.count(adjustment.step)}: {adjustment.reason}{others if what == 'memory' else ''}")
         for what, adjustment in sorted(latest.items())
@@ -117,7 +118,7 @@ def resume_advice(run: str, step: int, checkpoint_step: int | None, options: str
     if checkpoint_step is None:
         return f"{command} starts over at step 0: there is no checkpoint"
     repeated = step - checkpoint_step
-    again = "" if repeated <= 0 else f" and repeats {repeated} step{'s' if repeated > 1 else ''}"
+    again = "" if repeated <= 0 else f" and repeats {counted(repeated, 'step')}"
     return f"{command} continues at step {table.count(checkpoint_step)}{again}"
 
 
@@ -159,7 +160,11 @@ class PlainOutput:
             if line.kind != SHARES:
                 self.note(sentence(line))
             elif self._may_show_shares():
-                skipped = f"; {self._shares_skipped} earlier changes not shown" if self._shares_skipped else ""
+                skipped = (
+                    f"; {self._shares_skipped} earlier {plural(self._shares_skipped, 'change')} not shown"
+                    if self._shares_skipped
+                    else ""
+                )
                 self.note(sentence(line) + skipped)
                 self._shares_skipped = 0
             else:

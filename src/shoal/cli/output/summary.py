@@ -27,6 +27,7 @@ from shoal.cli.output.tracebacks import FRAME, user_frame
 from shoal.core.exit_causes import TOGETHER_S, MemberFailure, root_cause
 from shoal.core.fleet.decide import role_of
 from shoal.core.membership.state import EVALUATOR
+from shoal.core.nouns import counted, plural
 from shoal.wire.api import RunView, StoryLine
 
 ALL_DONE = "all members are done"
@@ -41,7 +42,7 @@ VICTIMS_SHOWN = 3
 REPORTED_WITHIN_S = 1.0
 PLANNED_EXITS = (f"exit code {exit_codes.OK}", f"exit code {exit_codes.RESUMABLE}", "signal 15")
 STOPPED_BY_FAILURE = "the run failed: "
-ENTERED = re.compile(r"world (\d+) with \d+ members from step (\d+)")
+ENTERED = re.compile(r"world (\d+) with \d+ members? from step (\d+)")
 STARTED_OVER = re.compile(r"training starts over and repeats (\d+) steps")
 RESTORED = re.compile(r"restored the checkpoint of step (\d+)")
 
@@ -247,7 +248,8 @@ def _lost_members(story: Sequence[StoryLine], at: float) -> str:
 def text(facts: Summary) -> str:
     """Return the summary as text."""
     total = f" of {table.count(facts.total_steps)}" if facts.total_steps else ""
-    head = f"{facts.status}: {facts.name} ({facts.run}), {table.count(facts.step)}{total} steps"
+    steps = plural(facts.total_steps or facts.step, "step")
+    head = f"{facts.status}: {facts.name} ({facts.run}), {table.count(facts.step)}{total} {steps}"
     lines = []
     if facts.cause:
         lines += _cause_lines(facts)
@@ -278,7 +280,7 @@ def text(facts: Summary) -> str:
 
 
 def _cause_lines(facts: Summary) -> list[str]:
-    others = f" (and {facts.others} other member{'s' if facts.others > 1 else ''})" if facts.others else ""
+    others = f" (and {facts.others} other {plural(facts.others, 'member')})" if facts.others else ""
     lines = [f"cause       {facts.cause}{others}"]
     lines += [f"            then {victim}" for victim in facts.victims[:VICTIMS_SHOWN]]
     if len(facts.victims) > VICTIMS_SHOWN:
@@ -327,7 +329,7 @@ def _place(change: WorldChange) -> str:
 def _cost(change: WorldChange) -> str:
     if change.formed_s is None:
         return " (planned: no step was interrupted)"
-    lost = f"{change.steps_lost} step{'' if change.steps_lost == 1 else 's'} lost, {change.steps_repeated} repeated"
+    lost = f"{counted(change.steps_lost, 'step')} lost, {change.steps_repeated} repeated"
     if change.restored:
         lost = (
             f"restored a checkpoint: at least {lost}"

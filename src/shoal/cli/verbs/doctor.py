@@ -19,6 +19,7 @@ from shoal.cli.options import OutputOptions, with_output_options
 from shoal.cli.output import table
 from shoal.cli.signals import CAUGHT
 from shoal.core import addresses
+from shoal.core.nouns import counted
 from shoal.doctor.diagnosis import CheckVerdict, ConnectionReport, MachineReport, PoolReport
 from shoal.launch import launch_plan, pool_selection, settings_layers
 from shoal.launch.coordinator_target import LOCAL, home
@@ -93,10 +94,10 @@ def check_local(output: OutputOptions, settings: ResolvedSettings, end_leftovers
         verdicts.append(CheckVerdict("good", "leftovers", "no processes of dead runs"))
     output.result(verdicts, lambda: verdict_lines(verdicts))
     may_ask = not (end_leftovers or output.json) and sys.stdin.isatty()
-    if processes and (end_leftovers or (may_ask and click.confirm(f"kill these {len(processes)} processes?"))):
+    if processes and (end_leftovers or (may_ask and click.confirm(f"kill {counted(len(processes), 'process')}?"))):
         for process in processes:
             leftovers.kill(process)
-        output.note(f"killed {len(processes)} processes")
+        output.note(f"killed {counted(len(processes), 'process')}")
     return exit_codes.UNAVAILABLE if any(verdict.verdict == "bad" for verdict in verdicts) else exit_codes.OK
 
 

@@ -8,6 +8,7 @@ import click
 
 from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
+from shoal.core.nouns import counted
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.download import DownloadResult, download, run_folder
@@ -49,7 +50,7 @@ def text(result: DownloadResult, directory: Path) -> str:
     """Return what was downloaded, in one line."""
     if not result.names and not result.present:
         return "nothing to download: the members of this run sent no files to its coordinator"
-    present = f"{result.present} file{'' if result.present == 1 else 's'} already up to date" if result.present else ""
+    present = f"{counted(result.present, 'file')} already up to date" if result.present else ""
     if not result.names:
         return present
     shown = ", ".join(result.names[:SHOWN]) + (", …" if len(result.names) > SHOWN else "")

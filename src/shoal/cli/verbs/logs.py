@@ -12,6 +12,7 @@ from shoal.errors import CoordinatorUnreachable
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.run_lookup import RunRecords
+from shoal.wire.api import RunView
 
 PAGE = 1000
 FOLLOW_EVERY_S = 0.5
@@ -31,7 +32,9 @@ def command(
     coordinator, view = run_lookup.find_run(target, run)
     if member:
         run_lookup.check_member(coordinator.records, view, member)
-    after = _print_existing(output, coordinator.records, view.run, member, lines)
+    after, printed = _print_existing(output, coordinator.records, view.run, member, lines)
+    if not printed:
+        click.echo(f"shoal: {_why_nothing(view, member, follow=follow)}", err=True)
     while follow and coordinator.client is not None:
         try:
             has_ended = coordinator.records.run(view.run).status in run_lookup.ENDED
@@ -50,15 +53,24 @@ def command(
             time.sleep(FOLLOW_EVERY_S)
 
 
-def _print_existing(output: OutputOptions, records: RunRecords, run: str, member: str, lines: int | None) -> int:
-    """Print the lines so far, or the last ones; return the position after them."""
-    after = -lines if lines else 0
+def _why_nothing(view: RunView, member: str, *, follow: bool) -> str:
+    """Return why no line was printed."""
+    subject = f"{member} has" if member else f"the members of {view.run} have"
+    more = " yet; waiting for lines" if follow else "" if view.status in run_lookup.ENDED else " yet"
+    return f"{subject} printed nothing{more}"
+
+
+def _print_existing(
+    output: OutputOptions, records: RunRecords, run: str, member: str, lines: int | None
+) -> tuple[int, bool]:
+    """Print the lines so far, or the last ones; return the position after them, and whether there were any."""
+    after, printed = -lines if lines else 0, False
     while True:
         page = records.logs(run, member, after, PAGE)
         _print(output, page.lines)
         if not page.lines:
-            return page.next
-        after = page.next
+            return page.next, printed
+        after, printed = page.next, True
 
 
 def _print(output: OutputOptions, lines: tuple[tuple[str, str], ...]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
 from shoal.cli.output import table
+from shoal.core.nouns import counted
 from shoal.engines import pool_config
 from shoal.engines.engine import Capacity
 from shoal.errors import ShoalError
@@ -93,7 +94,7 @@ def _use_row(coordinator: str, pool: PoolView) -> tuple[str, ...]:
 
 def _capacity(offer: Capacity) -> str:
     count = "any number" if offer.count is None else str(offer.count)
-    sizes = [f"{offer.cpus} cores" if offer.cpus else "", f"{offer.gpus} GPUs" if offer.gpus else ""]
+    sizes = [counted(offer.cpus, "core") if offer.cpus else "", counted(offer.gpus, "GPU") if offer.gpus else ""]
     sizes.append(table.size(offer.memory_bytes) if offer.memory_bytes else "")
     each = ", ".join(size for size in sizes if size)
     return f"{count} of {offer.kind}" + (f" ({each})" if each else "") + (f": {offer.why}" if offer.why else "")

@@ -52,11 +52,7 @@ def command(
         time.sleep(POLL_S)
         coordinator, view = run_lookup.find_run(target, view.run)
     if view.status == "done":
-        raise RunAlreadyEnded(
-            f"run {view.run} is done",
-            why="there is nothing left to train",
-            do=f"shoal fetch {view.run}{target.options}",
-        )
+        raise done_error(view, target.options)
     if coordinator.client is not None:
         if view.status not in run_lookup.ENDED:
             raise RunStillActive(f"run {view.run} is {view.status}", do=f"shoal status {view.run}{target.options}")
@@ -68,6 +64,15 @@ def command(
     settings = settings_layers.resolve(Path.cwd(), os.environ)
     plan = launch_plan.plan_launch(coordinator.directory, settings, None, port_if_free(coordinator.url))
     start(output, target, msgspec.structs.replace(plan, resume=view.run, members=bounds, budget=budget), detach=detach)
+
+
+def done_error(view: RunView, options: str = "") -> RunAlreadyEnded:
+    """Return the error for a run that has trained to its end."""
+    return RunAlreadyEnded(
+        f"run {view.run} is done",
+        why="there is nothing left to train",
+        do=f"to train again, start a new run; shoal status {view.run}{options} shows what this one left",
+    )
 
 
 def _is_shutting_down(coordinator: run_lookup.CoordinatorRef, view: RunView) -> bool:

@@ -15,6 +15,7 @@ from shoal.cli import completions
 from shoal.cli.options import OutputOptions, show_error, with_output_options, with_target_options
 from shoal.cli.output import table
 from shoal.core.fleet.launcher_env import evaluator_unsupported
+from shoal.core.nouns import bounded, counted
 from shoal.errors import BadEmulation, BadSync, ShoalError
 from shoal.launch import launch_plan, run_request, settings_layers
 from shoal.launch.coordinator_target import CoordinatorTarget
@@ -225,7 +226,7 @@ def describe(plan: LaunchPlan, settings: ResolvedSettings, target: CoordinatorTa
         kind = "module" if spec.module else "script"
         low, high = spec.members
         evaluator = " and an evaluator" if has_evaluator(settings) else ""
-        lines += [f"run          {spec.name}: {low} to {high} members{evaluator}"]
+        lines += [f"run          {spec.name}: {bounded(low, high, 'member')}{evaluator}"]
         lines += [f"{kind}       {shlex.join(spec.argv)}"]
         lines += [f"{name:<13}on {', '.join(role.on)}" for name, role in spec.roles.items() if role.on]
         lines += [f"in           {spec.cwd}"]
@@ -250,7 +251,8 @@ def _describe_pools(plan: LaunchPlan) -> list[str]:
     for name, pool_table in plan.pools.pools.items():
         pool, engine = pool_config.parse(name, pool_table)
         price = f", {pool.price_per_h:g}/h" if pool.price_per_h else ""
-        lines += [f"pool         {name}: {pool.engine}, up to {pool.limit} machines of {pool.slots} members{price}"]
+        machines, members = counted(pool.limit, "machine"), counted(pool.slots, "member")
+        lines += [f"pool         {name}: {pool.engine}, up to {machines} of {members}{price}"]
         environment = PLACEHOLDER if engine.options.environment else None
         request = AllocationRequest(
             f"{name}-1",

@@ -8,6 +8,7 @@ import click
 
 from shoal.cli import completions
 from shoal.cli.options import OutputOptions, with_output_options, with_target_options
+from shoal.core.nouns import counted
 from shoal.errors import UsageError
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
@@ -39,7 +40,9 @@ def command(
         raise UsageError(f"run {view.run} has ended ({view.status})", do=do)
     view = run_lookup.require_live(coordinator).scale(view.run, ScaleRequest(low, high, budget))
     limit = f" and a budget of {budget:.2f}" if budget is not None else ""
-    output.result(view, lambda: f"run {view.run} has {view.world_size} members; allowed are {low} to {high}{limit}")
+    output.result(
+        view, lambda: f"run {view.run} has {counted(view.world_size, 'member')}; allowed are {low} to {high}{limit}"
+    )
 
 
 def ended_advice(view: RunView, members: str, budget: float | None, target: CoordinatorTarget) -> str:

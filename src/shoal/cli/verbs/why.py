@@ -20,6 +20,7 @@ from shoal.cli.options import (
 )
 from shoal.cli.output import incidents, table
 from shoal.cli.output.lines import SHARES, sentence
+from shoal.core.nouns import plural
 from shoal.errors import UsageError
 from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget
@@ -143,7 +144,8 @@ def _groups(lines: Sequence[StoryLine]) -> list[list[StoryLine]]:
 def _rows(group: Sequence[StoryLine]) -> list[tuple[str, str, str]]:
     if len(group) <= FOLD_ABOVE:
         return [_row(line) for line in group]
-    folded = f"… {len(group) - FIRST - LAST} more changes of shares; shoal why --json shows them all"
+    more = len(group) - FIRST - LAST
+    folded = f"… {more} more {plural(more, 'change')} of shares; shoal why --json shows them all"
     return [*map(_row, group[:FIRST]), ("", "", folded), *map(_row, group[-LAST:])]
 
 

@@ -133,7 +133,8 @@ class RunCommands:
 
     def _require_active(self, run: RunState) -> None:
         if run.has_ended:
-            raise RunAlreadyEnded(f"run {run.name} has ended", why=run.reason)
+            do = "" if run.status == DONE else f"shoal resume {run.name} continues it"
+            raise RunAlreadyEnded(f"run {run.name} has ended", why=run.reason, do=do)
 
     def _set_budget(self, run: RunState, request: ScaleRequest | None) -> None:
         budget = request.budget if request is not None else None

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.core.batch.goodput import BatchChoice, Bounds, LrScaling, StepSeconds, best, lr_gain, progress, round_bounds
 from shoal.core.batch.gradient_noise import GradientNoise
+from shoal.core.nouns import counted
 from shoal.core.validation import checked_int
 
 
@@ -156,7 +157,9 @@ class AutoBatch:
         if size == state.size:
             return None
         state.probes += 1
-        return self._decide(step, size, f"{size} instead of {state.size} samples, to measure the fixed cost of a step")
+        return self._decide(
+            step, size, f"{size} instead of {counted(state.size, 'sample')}, to measure the fixed cost of a step"
+        )
 
     def _decide(self, step: int, size: int, reason: str) -> BatchChange:
         self._pending = BatchChange(step + 1 + self._ahead, size, reason)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import inf, isfinite, isqrt, sqrt
 from typing import Literal
 
+from shoal.core.nouns import counted
 from shoal.errors import BadSize
 
 LrScaling = Literal["adascale", "sqrt", "off"]
@@ -130,6 +131,6 @@ def round_bounds(bounds: Bounds, multiple: int) -> Bounds:
 def _reason(size: int, now: int, gain: float, step_seconds: StepSeconds, scale: float) -> str:
     factor = step_seconds(size) / step_seconds(now)
     return (
-        f"goodput +{gain:.0%}: a step with {size} instead of {now} samples takes {factor:.2f} x as long, "
+        f"goodput +{gain:.0%}: a step with {size} instead of {counted(now, 'sample')} takes {factor:.2f} x as long, "
         f"and the noise scale is {scale:.0f}"
     )

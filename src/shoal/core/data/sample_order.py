@@ -37,6 +37,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.nouns import counted
 from shoal.core.validation import checked_int
 from shoal.errors import BadSize, DatasetTooSmall, EmptyDataset
 
@@ -228,7 +229,7 @@ class SampleOrder:
         checked_int("size", size)
         if self.samples < size:
             raise DatasetTooSmall(
-                f"the dataset has {self.samples} samples, the global batch is {size}",
+                f"the dataset has {counted(self.samples, 'sample')}, the global batch is {size}",
                 why="it is too small for a single step",
                 do=f"pass size={self.samples} or less",
             )

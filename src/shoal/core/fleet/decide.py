@@ -76,6 +76,7 @@ from shoal.core.fleet.state import (
     role_of,
 )
 from shoal.core.membership.state import EVALUATOR, TRAINER
+from shoal.core.nouns import counted
 
 # A notice that did not come true is forgotten so long after its time.
 NOTICE_KEPT_S = 60.0
@@ -367,7 +368,7 @@ def _on_run_scaled(draft: FleetDraft, event: fe.RunScaled) -> None:
     extra = max(0, len(staying) - event.max_members)
     elastic.sort(key=lambda p: (p.status in (STARTING, RUNNING), p.member in event.keep, -p.order))
     for p in elastic[:extra]:
-        draft.stop(p, f"scaled to at most {event.max_members} members", draft.state.timeouts.grace_s)
+        draft.stop(p, f"scaled to at most {counted(event.max_members, 'member')}", draft.state.timeouts.grace_s)
 
 
 def _on_run_stopping(draft: FleetDraft, event: fe.RunStopping) -> None:

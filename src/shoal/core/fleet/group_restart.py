@@ -17,6 +17,7 @@ from shoal.core.fleet.draft import FleetDraft
 from shoal.core.fleet.launcher_env import ANY_PORTS, RankHost, launcher_environments, tf_tasks
 from shoal.core.fleet.slots import usable_agents
 from shoal.core.fleet.state import ACTIVE, DONE, FINISHING, TASK_MARKS, AgentState, DesiredRun, ProcessState
+from shoal.core.nouns import counted
 
 
 def align(draft: FleetDraft, run: DesiredRun) -> None:
@@ -28,7 +29,9 @@ def align(draft: FleetDraft, run: DesiredRun) -> None:
         used = sorted(p.agent for p in processes)
         away = any(a.disconnected_since is not None for a in draft.agents.values() if a.name in used)
         if used != sorted(a.name for a in agents) and not away and enough:
-            restart_group(draft, run, f"the agents now offer {len(agents)} slots instead of {len(processes)}", 0.0)
+            restart_group(
+                draft, run, f"the agents now offer {counted(len(agents), 'slot')} instead of {len(processes)}", 0.0
+            )
     run = draft.runs[run.run]
     if draft.of_run(run.run) or not enough or draft.now < run.restart_at:
         return

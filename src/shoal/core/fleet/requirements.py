@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shoal.core.nouns import counted
 from shoal.core.provisioning.events import PoolInfo
 from shoal.errors import BadLabels, SlotTooSmall
 
@@ -99,6 +100,6 @@ def check_size(role: str, needed: MachineRequirements, pools: Mapping[str, PoolI
                 raise SlotTooSmall(
                     f"a {role} needs {each} {what}, but a slot in pool {pool.name} has {have}",
                     where=f"[pool.{pool.name}]",
-                    why=f"its machines are requested with as much for {pool.slots} slots",
+                    why=f"its machines are requested with as much for {counted(pool.slots, 'slot')}",
                     do="state a larger size for the pool or none, give it fewer slots, or ask for less",
                 )

@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
+from shoal.core.nouns import be, counted
+
 Cause = Literal["user", "infrastructure", "preempted"]
 
 # Pause of a restart before the first step: long enough to see whether other members fail with the same error.
@@ -75,7 +77,9 @@ def decide(history: Sequence[PastExit], cause: Cause, now: float, settings: Rest
     if used >= allowed:
         if allowed == 0:
             return StopRestarting(f"no restarts are allowed after {name}")
-        return StopRestarting(f"{used + 1} {name} within {settings.window_s:.0f} s; {allowed} restarts are allowed")
+        return StopRestarting(
+            f"{used + 1} {name} within {settings.window_s:.0f} s; {counted(allowed, 'restart')} {be(allowed)} allowed"
+        )
     return RestartAfter(_pause_s(history, now, settings), f"restart {used + 1} of at most {allowed} after {name}")
 
 
@@ -101,7 +105,7 @@ def decide_before_first_step(
         return StopRestarting("not restarted: the only member failed before the first step")
     if failed - {member}:
         count = len(failed | {member})
-        subject = "every member" if set(members) <= failed | {member} else f"{count} members"
+        subject = "every member" if set(members) <= failed | {member} else counted(count, "member")
         return StopRestarting(f"not restarted: {subject} failed with the same error before the first step")
     if member in failed:
         return StopRestarting("not restarted: it failed twice with the same error before the first step")

@@ -76,6 +76,7 @@ from shoal.core.membership.state import (
     MembershipState,
     MemberState,
 )
+from shoal.core.nouns import bounded, counted
 from shoal.core.world import World
 
 # The part of a notice that is kept for a checkpoint in case no replacement joins: at least so many seconds.
@@ -242,7 +243,7 @@ def _on_ready(draft: MembershipDraft, event: ev.MemberReady) -> None:
 def _on_restored(draft: MembershipDraft, event: ev.MemberReady) -> None:
     draft.set(restoring="")
     if event.step is None:
-        note = f"no checkpoint exists: training starts over and repeats {draft.state.step} steps"
+        note = f"no checkpoint exists: training starts over and repeats {counted(draft.state.step, 'step')}"
         draft.set(started=False, step=0)
     else:
         note = f"{event.member} restored the checkpoint of step {event.step}"
@@ -430,7 +431,7 @@ def _on_stop(draft: MembershipDraft, event: ev.StopRequested) -> None:
 
 def _on_scale(draft: MembershipDraft, event: ev.ScaleRequested) -> None:
     draft.set(settings=replace(draft.state.settings, min_members=event.min_members, max_members=event.max_members))
-    draft.instruct(ev.MembershipNote(f"scaled to {event.min_members}:{event.max_members} members"))
+    draft.instruct(ev.MembershipNote(f"scaled to {bounded(event.min_members, event.max_members, 'member')}"))
 
 
 def _on_timer(draft: MembershipDraft, event: ev.TimerFired) -> None:

@@ -11,6 +11,7 @@ from shoal.core.draft import Draft
 from shoal.core.membership import events as ev
 from shoal.core.membership import fingerprint
 from shoal.core.membership.state import DONE, REGROUPING, TRAINING, WAITING, MembershipState, MemberState
+from shoal.core.nouns import be, counted
 from shoal.core.world import Seat, World
 
 # Up to so many names are listed in full, of more than that only the first few.
@@ -217,7 +218,9 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
             return bool(present)
         if len(present) < settings.min_members:
             self.set(regroup_until=None)
-            self.wait(f"{len(present)} of at least {settings.min_members} members are present")
+            self.wait(
+                f"{len(present)} of at least {counted(settings.min_members, 'member')} {be(len(present))} present"
+            )
             return False
         return self.state.started or len(present) >= settings.max_members or self.waited_for_more()
 
@@ -276,7 +279,7 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
         joined = sum(1 for m in chosen if m.step is None or m.stale)
         for rank, member in enumerate(chosen):
             self.update(member.name, status=TRAINING, rank=rank, stale=False, suspected=False)
-        reason = f"world {number} formed from {len(chosen)} members at step {top}"
+        reason = f"world {number} formed from {counted(len(chosen), 'member')} at step {top}"
         if self.state.failed_worlds > 1:
             reason += f", after {self.state.failed_worlds} in a row that broke before their first step"
         self.set(
@@ -387,7 +390,7 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
         for seat in before.seats if before is not None else ():
             if seat.member in self.members and seat.member not in ranks:
                 self.update(seat.member, status=WAITING, step=step, stale=True)
-        reason = f"world {proposal.number} with {proposal.size} members from step {step}"
+        reason = f"world {proposal.number} with {counted(proposal.size, 'member')} from step {step}"
         self.set(
             world=replace(proposal, step=step),
             proposal=None,

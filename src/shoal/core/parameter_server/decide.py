@@ -15,6 +15,7 @@ from shoal.core.membership import decide as mb
 from shoal.core.membership import events as ev
 from shoal.core.membership.draft import MembershipDraft, join_names
 from shoal.core.membership.state import DONE, SERVER, STARTING, TRAINER, TRAINING, WAITING, MembershipState, MemberState
+from shoal.core.nouns import be, counted
 from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Seat
 
@@ -116,7 +117,9 @@ class PlacementDraft(MembershipDraft):
         trainers = [m for m in self.of_role(TRAINER, WAITING, TRAINING) if m.connected]
         if len(trainers) < settings.min_members:
             self.set(regroup_until=None)
-            self.wait(f"{len(trainers)} of at least {settings.min_members} trainers are present")
+            self.wait(
+                f"{len(trainers)} of at least {counted(settings.min_members, 'trainer')} {be(len(trainers))} present"
+            )
             return False
         if len(servers) >= settings.servers and (self.state.started or len(trainers) >= settings.max_members):
             return True
@@ -129,7 +132,7 @@ class PlacementDraft(MembershipDraft):
         parts = 1 + max(1, self.state.settings.servers)
         assignments = core_placement.initial(names, parts, number, holder.name if holder is not None else "")
         step = (holder.step or 0) if holder is not None else 0
-        reason = f"{len(names)} servers hold the parameters from step {step} on"
+        reason = f"the parameters are on {counted(len(names), 'server')} from step {step} on"
         for member in servers:
             self.update(member.name, status=TRAINING, stale=False, step=None)
         self.set(started=True, regroup_until=None, generation=generation, step=step)

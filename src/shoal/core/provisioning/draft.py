@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from shoal.core.nouns import plural
 from shoal.core.provisioning import budget, costs
 from shoal.core.provisioning import events as se
 from shoal.core.provisioning.assignment import Assignment, is_fit, over_budget, paid_by, serve, unassigned
@@ -161,7 +162,7 @@ class ProvisioningDraft:
             allocation = _new_allocation(self.base.count, pool, demand, self.now)
             self.allocations[allocation.name] = allocation
             assignment = assignment.add(allocation.name, demand.run, min(missing, pool.slots))
-            self.submit(allocation, f"run {demand.run} needs {missing} more slot{'s' if missing > 1 else ''}")
+            self.submit(allocation, f"run {demand.run} needs {missing} more {plural(missing, 'slot')}")
             missing, count = missing - pool.slots, count + 1
         return max(0, missing), assignment
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shoal.core.nouns import counted
 from shoal.core.provisioning.events import MachineDemand, PoolInfo, PoolProblem
 from shoal.core.provisioning.state import LIVE, REQUESTED, RUNNING, SUBMITTED, PoolHealth, ProvisioningState
 
@@ -61,7 +62,7 @@ def _problem(pool: PoolInfo, health: PoolHealth | None, demand: MachineDemand, n
     if health.final:
         return PoolProblem(pool.name, health.why, health.where, health.do)
     if health.failed_starts >= MAX_FAILED_STARTS:
-        why = f"{health.failed_starts} machines in a row ended before their agents connected; {health.why}"
+        why = f"{counted(health.failed_starts, 'machine')} in a row ended before their agents connected; {health.why}"
         return PoolProblem(pool.name, why, health.where, health.do)
     if health.failing_since is not None and now - health.failing_since >= demand.start_timeout_s:
         why = f"every request failed for {demand.start_timeout_s:g} s: {health.why}"
@@ -70,7 +71,9 @@ def _problem(pool: PoolInfo, health: PoolHealth | None, demand: MachineDemand, n
 
 
 def _too_small(pool: PoolInfo, demand: MachineDemand) -> PoolProblem:
-    why = f"it provides at most {pool.limit * pool.slots} slots, but the run needs at least {demand.min_slots}"
+    why = (
+        f"it provides at most {counted(pool.limit * pool.slots, 'slot')}, but the run needs at least {demand.min_slots}"
+    )
     return PoolProblem(pool.name, why, do="raise its limit, name more pools, or ask for fewer members with -n")
 
 

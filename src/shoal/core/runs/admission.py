@@ -8,6 +8,7 @@ from dataclasses import replace
 from shoal.core.fleet import requirements as fleet_requirements
 from shoal.core.fleet.state import MAX_MEMBERS
 from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
+from shoal.core.nouns import counted
 from shoal.core.provisioning import budget as provisioning_budget
 from shoal.core.provisioning.events import PoolInfo
 from shoal.core.runs.settings import machine_requirements
@@ -93,7 +94,8 @@ def check_remaining_budget(spec: RunSpec, budget: float | None, spent: float, po
     if not provisioning_budget.can_pay(budget - spent, least, provisioning_budget.RESERVE_S):
         needed = least * provisioning_budget.RESERVE_S / 3600.0
         raise BadBudget(
-            f"a budget of {budget:.2f} does not pay for {spec.members[0]} members" + (" any longer" if spent else ""),
+            f"a budget of {budget:.2f} does not pay for {counted(spec.members[0], 'member')}"
+            + (" any longer" if spent else ""),
             why=f"{spent:.2f} is spent, and a minute of them, to stop cleanly, costs {needed:.4f}",
             do=f"set --budget above {spent + needed:.2f}",
         )

@@ -16,6 +16,7 @@ from typing import Union
 
 from shoal.core.membership import events as ev
 from shoal.core.membership.state import LastHeartbeat
+from shoal.core.nouns import counted
 from shoal.errors import BadEvaluation
 
 # No member waits for an evaluator, and it has the lowest priority: it may be silent for a while.
@@ -201,7 +202,7 @@ def why_stop_early(status: EvaluationStatus) -> str:
         return ""
     goal = parse(status.best)
     name = goal.metric if goal is not None else "it"
-    times = f"{status.without} evaluations" if status.without != 1 else "1 evaluation"
+    times = counted(status.without, "evaluation")
     if status.best_value is None:
         return f"stopped early: {name} was not a number in {times}"
     best = f"{name} {status.best_value:.4g} of step {status.best_step}"

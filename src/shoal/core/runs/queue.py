@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.core.fleet import decide as fleet
 from shoal.core.fleet.state import DesiredRun
 from shoal.core.membership.state import EVALUATOR, TRAINER
+from shoal.core.nouns import counted
 from shoal.core.provisioning import decide as provisioning
 from shoal.core.runs.state import CoordinatorState, RunState
 
@@ -37,7 +38,7 @@ def queue_position(run: RunState, state: CoordinatorState, now: float) -> Queued
     if run.name not in queue:
         return None
     least = state.fleet.runs[run.name].min_slots
-    slots = f"{least} slots" if least > 1 else "a slot"
+    slots = counted(least, "slot")
     causes = [_requested(run, state, now), *_pool_problems(run, state), _held_by(run, state)]
     return QueuedRun(1 + queue.index(run.name), "; ".join([slots, *filter(None, causes)]))
 

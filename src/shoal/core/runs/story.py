@@ -14,6 +14,7 @@ from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
 from shoal.core.membership.draft import join_names
 from shoal.core.membership.state import DONE
+from shoal.core.nouns import bounded, counted
 from shoal.core.provisioning import events as pe
 from shoal.core.runs import evaluation
 from shoal.core.runs import events as run_events
@@ -123,7 +124,7 @@ def _adjusted(e: ev.AdjustmentReported) -> Sentence:
 
 def _created(e: run_events.RunCreated) -> Sentence:
     low, high = e.spec.members
-    return f"run created: {' '.join(e.spec.argv)} with {low}:{high} members", ""
+    return f"run created: {' '.join(e.spec.argv)} with {bounded(low, high, 'member')}", ""
 
 
 def _raised(e: run_events.ExceptionReported) -> Sentence:
@@ -137,7 +138,7 @@ def _exited(e: fe.ProcessExited) -> Sentence:
 
 
 def _agent_connected(e: fe.AgentConnected) -> Sentence:
-    return f"agent {e.agent} connected" + ("" if e.slots is None else f" with {e.slots} slots"), ""
+    return f"agent {e.agent} connected" + ("" if e.slots is None else f" with {counted(e.slots, 'slot')}"), ""
 
 
 def _formed(i: ev.FormWorld) -> Sentence:
@@ -199,7 +200,7 @@ _SENTENCES: dict[type, Callable[[Any], Sentence]] = {
     evaluation.StopEarly: lambda i: ("stopped the run before its last step", i.reason),
     # The run as a whole.
     run_events.RunCreated: _created,
-    run_events.RunResumed: lambda e: (f"run resumed with {e.min_members}:{e.max_members} members", ""),
+    run_events.RunResumed: lambda e: (f"run resumed with {bounded(e.min_members, e.max_members, 'member')}", ""),
     run_events.BudgetSet: lambda e: (f"budget set to {e.budget:.2f}", ""),
     run_events.UserStopRequested: lambda e: ("run was asked to stop", e.reason),
     run_events.ExceptionReported: _raised,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 
 from shoal.core.emulation import Emulation, member_number
+from shoal.core.nouns import counted
 from shoal.core.shares import machines as machine_facts
 from shoal.core.shares import split
 from shoal.core.shares.machines import KnownMachine
@@ -68,7 +69,7 @@ class ShareSettings:
     def check(self, size: int) -> None:
         """Raise `BadPlan` if min and max contradict each other for a global batch of this size."""
         low, high = self._bounds(size)
-        why = f"in a global batch of {size}, the minimum is {low} samples and the maximum {high}"
+        why = f"in a global batch of {size}, the minimum is {counted(low, 'sample')} and the maximum {high}"
         _check(low <= high, f"shares.min of {self.min:g} is above shares.max of {self.max:g}", why)
 
     def _bounds(self, size: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from shoal.core.nouns import counted
 from shoal.core.shares import split
 from shoal.core.shares.cost_curve import CostCurve
 from shoal.core.shares.machines import facts_of
@@ -63,20 +64,19 @@ def overruled_bounds(settings: ShareSettings, size: int, members: Sequence[str],
     lowest, highest = settings.bounds(size, len(members))
     maxima = [min(highest, settings.most_at_once(name) or highest) for name in members]
     notes = []
+    them = counted(len(members), "member")
     if sum(maxima) < size:
         notes.append(
-            f"the largest shares of {len(members)} members sum to {sum(maxima)} of {size} samples: shares exceed them, "
+            f"the largest shares of {them} sum to {sum(maxima)} of {size} samples: shares exceed them, "
             "in micro-batches that do not"
         )
     elif settings.max > 1 and min_members * highest < size:
         notes.append(
-            f"with fewer than {-(-size // highest)} members (MIN is {min_members}) shares will exceed "
+            f"with fewer than {counted(-(-size // highest), 'member')} (MIN is {min_members}) shares will exceed "
             f"shares.max={highest}, in micro-batches that do not"
         )
     if lowest * len(members) > size:
-        notes.append(
-            f"shares.min={settings.min:g} of {len(members)} members exceeds the batch of {size}: shares are smaller"
-        )
+        notes.append(f"shares.min={settings.min:g} of {them} exceeds the batch of {size}: shares are smaller")
     return "; ".join(notes)
 
 

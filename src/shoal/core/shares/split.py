@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Protocol
 
+from shoal.core.nouns import counted
 from shoal.errors import BadPlan
 
 Shares = tuple[int, ...]
@@ -244,14 +245,14 @@ def _check_bounds(size: int, lows: Sequence[int], highs: Sequence[int]) -> None:
     for rank, (low, high) in enumerate(zip(lows, highs, strict=True)):
         if low > high:
             raise BadPlan(
-                f"rank {rank} must compute at least {low} and at most {high} samples",
+                f"rank {rank} must compute at least {low} and at most {counted(high, 'sample')}",
                 why="its lower bound is above its upper bound",
                 do="lower shares.min or raise shares.max",
             )
     if sum(highs) < size:
         raise BadPlan(
             f"a global batch of {size} does not fit",
-            why=f"the upper bounds of the members ({', '.join(map(str, highs))}) allow {sum(highs)} samples",
+            why=f"the upper bounds of the members ({', '.join(map(str, highs))}) allow {counted(sum(highs), 'sample')}",
             do="raise shares.max, add members, or use a smaller global batch",
         )
 

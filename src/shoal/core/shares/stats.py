@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.core.nouns import plural
 from shoal.core.shares.cost_curve import CostCurve
 from shoal.core.shares.member_speed import robust_mean
 from shoal.core.shares.split import Shares
@@ -69,7 +70,7 @@ def _describe_shares(members: Sequence[str], old: Shares, new: Shares) -> str:
     changes = [(-abs(b - a), name, b, a) for name, b, a in zip(members, new, old, strict=True) if a != b]
     largest = ", ".join(f"{name} {b} instead of {a}" for _, name, b, a in sorted(changes)[:LARGEST_LISTED])
     rest = len(changes) - LARGEST_LISTED
-    return largest + (f" and {rest} more changes" if rest > 0 else "")
+    return largest + (f" and {rest} more {plural(rest, 'change')}" if rest > 0 else "")
 
 
 def _ms(seconds: float) -> str:

@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from shoal.core.nouns import counted
 from shoal.engines import exit_message, grace_period
 from shoal.engines.agent_script import KEEP_S
 from shoal.engines.engine import AllocationRequest, AllocationStatus, Capacity, Engine, EngineOptions, RenderedRequest
@@ -311,7 +312,7 @@ class Ssh(Engine):
         if reply is None:
             return Capacity(connection.host, 0, why=connection.why())
         running = _running(reply)
-        why = [f"{running} of {connection.room} allocations are running"] if running else []
+        why = [f"{running} of at most {counted(connection.room, 'allocation')} running"] if running else []
         if reply["load"] > reply["cpus"]:
             why.append(f"load {reply['load']:.1f} on {reply['cpus']} processors")
         if reply["disk_free_bytes"] < LOW_DISK_BYTES:
@@ -381,4 +382,4 @@ def _room(connection: HostConnection, tag: str) -> int:
 
 
 def _full(running: int, connection: HostConnection) -> str:
-    return f"it is full: {running} of {connection.room} allocations are running"
+    return f"it is full: {running} of at most {counted(connection.room, 'allocation')} running"

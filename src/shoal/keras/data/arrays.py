@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.data.sample_order import SampleOrder
+from shoal.core.nouns import counted
 from shoal.errors import ShoalError, UnusableData
 from shoal.worker.data.fetch import Batch, Fetcher, Watch, sample_failure, sample_seed
 from shoal.worker.data.rng_state import RngState
@@ -134,7 +135,7 @@ class PyDatasetSource(SampleSource):
         item, expected = self._item(number, epoch), self._last_size if number == self._count - 1 else self._item_size
         if _length(item) != expected:
             raise UnusableData(
-                f"item {number} of the {self._what} has {_length(item)} samples, not {expected}",
+                f"item {number} of the {self._what} has {counted(_length(item), 'sample')}, not {expected}",
                 why="the item of a sample must be known without reading all items",
                 do="give all items but the last the same number of samples",
             )

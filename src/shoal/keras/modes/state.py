@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.nouns import counted
 from shoal.core.state_check import PROBES, Kind, TensorDigest, digest
 from shoal.errors import ModelMismatch, StateMalformed
 
@@ -146,7 +147,7 @@ def _check(
 
 def _difference(saved: Sequence[VariableDescription], own: Sequence[VariableDescription]) -> str:
     if len(saved) != len(own):
-        return f"the run has {len(saved)} variables, this member has {len(own)}"
+        return f"the run has {counted(len(saved), 'variable')}, this member has {len(own)}"
     pairs = zip(saved, own, strict=True)
     (saved_path, *saved_type), (own_path, *own_type) = next(pair for pair in pairs if pair[0][1:] != pair[1][1:])
     return (

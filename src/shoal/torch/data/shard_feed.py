@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from shoal.core.data.sample_order import SampleOrder
+from shoal.core.nouns import counted
 from shoal.core.shares import reduction_tree
 from shoal.core.shares.balancer import ShareBalancer
 from shoal.core.shares.reduction_tree import NO_SHARDS, ShardRange
@@ -29,8 +30,8 @@ class ShardLoader(ShareLoader):
         self._shards = shards
         if not 1 <= shards <= order.size:
             raise UnsupportedInExactMode(
-                f"invalid exact={shards} for a global batch of {order.size} samples",
-                do=f"pass 1 to {order.size} shards; 8 to 32 is usual",
+                f"invalid exact={shards} for a global batch of {counted(order.size, 'sample')}",
+                do=f"pass 1 to {counted(order.size, 'shard')}; 8 to 32 is usual",
             )
         if self.micro_batch_size is not None:
             raise UnsupportedInExactMode(

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
+from shoal.core.nouns import counted
 from shoal.errors import NotAttached
 
 # Folders of Shoal and of torch, whose frames are not the script's; not resolved, as frames name them.
@@ -70,7 +71,7 @@ def check_attached(model: torch.nn.Module | None, optimizers: Sequence[torch.opt
         foreign = [tuple(p.shape) for p in _trained_by(optimizer) if p.requires_grad and id(p) not in attached]
         if foreign:
             raise NotAttached(
-                f"{type(optimizer).__name__} trains {len(foreign)} parameters that are not of the attached model",
+                f"{type(optimizer).__name__} trains {counted(len(foreign), 'parameter')} outside the attached model",
                 why=f"each member would train its own copy; the first one has shape {foreign[0]}",
                 do="put everything that is trained into one torch.nn.Module, and attach that",
             )
@@ -175,7 +176,7 @@ def check_loss(loss: torch.Tensor, modules: Iterable[torch.nn.Module]) -> None:
     if foreign:
         names = ", ".join(_name_of(leaf) for leaf in foreign[:4])
         raise NotAttached(
-            f"the loss trains {len(foreign)} parameters that are not of the attached model: {names}",
+            f"the loss trains {counted(len(foreign), 'parameter')} outside the attached model: {names}",
             where=user_line(),
             why="their gradients are not summed: each member would train its own",
             do="put them into the model: run.attach(torch.nn.ModuleList([model, other]), optimizer); "
@@ -265,7 +266,7 @@ class OptimizerWatch:
             )
         if self._first_seen.setdefault(optimizer, number) != number:
             raise NotAttached(
-                f"{kind} trains {len(trained)} parameters in the loop but is not attached",
+                f"{kind} trains {counted(len(trained), 'parameter')} in the loop but is not attached",
                 where=user_line(),
                 why="each member would train its own; the first one has shape "
                 f"{tuple(trained[0].shape) if trained else ()}",

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.data.sample_order import SampleOrder
+from shoal.core.nouns import counted
 from shoal.core.shares.split import split
 from shoal.errors import SampleFailed
 from shoal.worker.data.rng_state import RngState
@@ -151,7 +152,7 @@ def collate_samples(collate: Collate, samples: list[Any], where: str) -> Batch:
     try:
         return collate(samples)
     except Exception as error:
-        what = f"{len(samples)} samples cannot be put into one batch: {_text(error)}"
+        what = f"{counted(len(samples), 'sample')} cannot be put into one batch: {_text(error)}"
         raise sample_failure(what, where, "make all samples alike, or pass collate=", error) from error
 
 

@@ -49,6 +49,7 @@ from typing import Any
 
 from shoal.core import step_report
 from shoal.core.batch.auto_batch import AutoBatch
+from shoal.core.nouns import counted
 from shoal.core.state_check import TensorDigest
 from shoal.core.world import World
 from shoal.errors import MembersDiverged, OutOfMemory, SharesOutOfBounds
@@ -414,7 +415,9 @@ def limit_micro_batch(feed: Feed, session: Any) -> None:
 
 def report_smaller_micro_batches(session: Any, step: int, samples: int, limit: int | None, repeats: str) -> None:
     """Report that this member computes smaller micro-batches from now on, because memory ran out."""
-    reason = f"{session.me} ran out of memory with {samples} samples at once; it now computes at most {limit}"
+    reason = (
+        f"{session.me} ran out of memory with {counted(samples, 'sample')} at once; it now computes at most {limit}"
+    )
     sys.stderr.write(f"shoal: {reason}, and {repeats}\n")
     session.report_adjustment(step, "memory", {session.me: limit or 0}, reason)
 
@@ -427,11 +430,12 @@ def report_if_out_of_memory(session: Any, step: int, samples: int, error: BaseEx
     if not samples or not mentions_out_of_memory(error):
         return
     limit = max(1, samples // SMALLER_AFTER_RESTART)
-    reason = f"{session.me} ran out of memory with {samples} samples at once; it starts again with at most {limit}"
+    at_once = counted(samples, "sample")
+    reason = f"{session.me} ran out of memory with {at_once} at once; it starts again with at most {limit}"
     if samples > 1:
         session.report_adjustment(step, "memory", {session.me: limit}, reason)
     note = OutOfMemory(
-        f"memory ran out with {samples} samples at once, outside the model's forward pass and run.backward",
+        f"memory ran out with {counted(samples, 'sample')} at once, outside the model's forward pass and run.backward",
         where=f"step {step}",
         why="there Shoal would repeat the step in smaller micro-batches; here the error ends the script",
         do="compute the loss in the model's forward, or pass micro= to run.batches",

@@ -24,6 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from shoal.core import state_check
+from shoal.core.nouns import plural
 from shoal.core.state_check import CheckSchedule, StateDifference, StateDigest, TensorDigest
 from shoal.core.world import World
 from shoal.errors import ShoalError, StateDiverged, StateDrifts
@@ -118,7 +119,11 @@ class StateCheck:
             why, hint = difference, ""
         else:
             values = ", ".join(f"{value:.9g} at rank {rank}" for rank, value in enumerate(difference.values))
-            others = f", and {difference.differing - 1} more tensors" if difference.differing > 1 else ""
+            others = (
+                f", and {difference.differing - 1} more {plural(difference.differing - 1, 'tensor')}"
+                if difference.differing > 1
+                else ""
+            )
             why, hint = f"{difference.tensor.name} differs ({values}){others}{since}", difference.tensor.hint
         return StateDiverged(
             "members no longer hold the same state",

@@ -62,7 +62,7 @@ def test_progress_of_a_waiting_run_has_its_reason() -> None:
 def test_memory_limits_of_many_members_are_one_line() -> None:
     limits = tuple(AdjustmentView("memory", 10 - n, {f"m/{n}": 8}, f"m/{n} is full") for n in range(3))
     assert adjustments(run_view(decided=limits)) == [
-        ("memory", "from step 10: m/0 is full (and 2 more members have a limit)")
+        ("memory", "from step 10: m/0 is full (and 2 more members with a limit)")
     ]
 
 

@@ -44,10 +44,10 @@ def test_panel_of_many_members_stays_small() -> None:
 
 def test_panel_shows_silent_members_and_why_a_run_waits() -> None:
     silent = member_view("local/0", connected=False, heartbeat_age_s=4.0)
-    view = run_view(status="waiting", reason="1 of at least 2 members are present", members=(silent,), total_steps=None)
+    view = run_view(status="waiting", reason="1 of at least 2 members is present", members=(silent,), total_steps=None)
     text = drawn(live_panel.render(view, [], now=100.0))
     assert "silent for 4.0 s" in text
-    assert "1 of at least 2 members are present" in text
+    assert "1 of at least 2 members is present" in text
 
 
 @pytest.mark.parametrize("width", [20, 40, 79])

@@ -4,8 +4,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.unit.views import run_view
 
-from shoal.cli.verbs.resume import _is_shutting_down
+from shoal.cli.verbs.resume import _is_shutting_down, done_error
 from shoal.launch.supervisor import COORDINATOR_LOG
 
 
@@ -32,3 +33,9 @@ def test_only_the_coordinator_of_an_ended_shoal_run_is_shutting_down(
 
 def test_remote_coordinator_is_never_waited_for() -> None:
     assert not _is_shutting_down(coordinator(None, live=True), SimpleNamespace(status="stopped"))
+
+
+def test_done_run_is_answered_with_what_works() -> None:
+    assert done_error(run_view(status="done")).do == (
+        "to train again, start a new run; shoal status train-7f3k shows what this one left"
+    )

@@ -40,7 +40,7 @@ def test_evaluator_is_requested_by_naming_its_pool(capsys: pytest.CaptureFixture
     assert shoal_cli(["run", "--dry-run", "--on", "lab", "--evaluator-on", "lab", "train.py"]) == 0
     output = capsys.readouterr().out
     assert "evaluator    on lab" in output
-    assert "1 to 1 members and an evaluator" in output
+    assert "1 member and an evaluator" in output
 
 
 def test_pools_for_servers_that_the_run_does_not_have_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -582,7 +582,7 @@ def test_hung_member_is_detected_by_members_that_wait_for_it() -> None:
 def test_too_few_members_wait_with_a_reason() -> None:
     settings = MembershipSettings(min_members=3, max_members=4, regroup_s=0.0)
     state, _ = after(MembershipState(settings), hello("a"), ev.MemberReady("a", "x", None))
-    assert state.reason == "1 of at least 3 members are present"
+    assert state.reason == "1 of at least 3 members is present"
 
 
 def test_claim_of_a_lost_member_passes_to_the_next() -> None:

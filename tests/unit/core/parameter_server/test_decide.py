@@ -59,7 +59,7 @@ def test_state_is_placed_once_there_are_a_server_and_a_trainer() -> None:
     run = Run().come("t0")
     assert run.state.placement is None
     assert run.state.reason == "waiting for a server to become ready"
-    assert Run().come("s0").come("s1").state.reason == "0 of at least 1 trainers are present"
+    assert Run().come("s0").come("s1").state.reason == "0 of at least 1 trainer are present"
 
 
 def test_first_placement_is_fresh_and_sent_to_all_members() -> None:

@@ -148,7 +148,7 @@ def test_run_over_budget_stops_with_a_checkpoint_and_resumes_with_more() -> None
     view = api_views.run_view(run, coordinator.state, LiveRun(), "d", coordinator.now)
     assert view.cost is not None
     assert 0.17 < view.cost.spent <= 0.2
-    with pytest.raises(BadBudget, match="does not pay for 1 members any longer"):
+    with pytest.raises(BadBudget, match="does not pay for 1 member any longer"):
         admission.check_remaining_budget(run.spec, run.budget, view.cost.spent, coordinator.state.provisioning.pools)
     coordinator.on("r", run_events.BudgetSet(5.0))
     coordinator.on("r", run_events.RunResumed(1, 2))
@@ -221,7 +221,7 @@ def test_queue_is_ordered_by_priority_and_says_what_a_run_waits_for() -> None:
     coordinator.create("urgent", replace(SPEC, priority=5))
     assert queue.queued_runs(coordinator.state) == ["urgent", "second"]
     queued = queue.queue_position(coordinator.state.runs["second"], coordinator.state, coordinator.now)
-    assert queued == queue.QueuedRun(2, "a slot; held by first (4)")
+    assert queued == queue.QueuedRun(2, "1 slot; held by first (4)")
     assert queue.queue_position(coordinator.state.runs["first"], coordinator.state, coordinator.now) is None
 
 

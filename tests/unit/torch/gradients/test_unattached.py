@@ -57,7 +57,7 @@ class CentreLoss(torch.nn.Module):
 
 def test_trainable_module_in_the_loss_is_named_at_the_first_step(stage: Stage) -> None:
     centre = CentreLoss()
-    with pytest.raises(NotAttached, match=r"1 parameters .* CentreLoss\.centres \(3, 1\)") as raised:
+    with pytest.raises(NotAttached, match=r"1 parameter .* CentreLoss\.centres \(3, 1\)") as raised:
         stage.train(centre)
     assert stage.run.step == 0
     assert "run.attach(torch.nn.ModuleList([model, other]), optimizer)" in raised.value.do

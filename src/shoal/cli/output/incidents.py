@@ -19,7 +19,7 @@ from shoal.core.nouns import be, counted
 from shoal.wire.api import StoryLine
 
 LOSS, HANG, LEAVE, BREAK = "loss", "hang", "leave", "break"
-# What each kind of line counts as; notes are classified by their text.
+# What each kind of line counts as.
 KINDS = {
     "RunCreated": "start",
     "RunResumed": "start",
@@ -43,17 +43,19 @@ KINDS = {
     "ProvisioningNote": "machines",
     "CheckpointWritten": "checkpoint",
     "EvaluationNote": "evaluation",
+    "MemberHung": HANG,
+    "MemberLost": LOSS,
+    "AgentLost": LOSS,
+    "MemberLeaving": LEAVE,
+    "MemberLeft": LEAVE,
+    "WorldEntered": "join",
+    "RunScaled": "scale",
+    "CheckpointRestored": "restore",
+    "TrainingStartedOver": "restore",
+    "GroupRestarted": "restart",
+    "CoordinatorRestarted": "restart",
+    "MemberGivenUp": "failure",
 }
-NOTES = (
-    (re.compile(r"(is|was) lost: (stuck in|lease expired)"), HANG),
-    (re.compile(r"(is|was) lost: "), LOSS),
-    (re.compile(r"will leave within|has left$"), LEAVE),
-    (re.compile(r"world \d+ with \d+ members? from step"), "join"),
-    (re.compile(r"^scaled to "), "scale"),
-    (re.compile(r"restored the checkpoint|training starts over"), "restore"),
-    (re.compile(r"^all members restart|the coordinator restarted"), "restart"),
-    (re.compile(r"is not restarted for now|training continues without"), "failure"),
-)
 ROUTINE = "routine"
 HIDDEN = ("checkpoint", "evaluation", ROUTINE)
 DIGEST = (
@@ -89,8 +91,6 @@ def kind_of(line: StoryLine) -> str:
     """Return the kind of a line in the user's terms."""
     if line.kind == "ProcessExited":
         return ROUTINE if line.text.endswith(PLANNED_EXITS) else LOSS
-    if line.kind in ("MembershipNote", "FleetNote"):
-        return next((kind for pattern, kind in NOTES if pattern.search(line.text)), ROUTINE)
     return KINDS.get(line.kind, ROUTINE)
 
 
@@ -127,11 +127,11 @@ def digest(story: Sequence[StoryLine], last_step: int = 0, also: Sequence[str] =
         elif (
             (kind in DIGEST or kind in also)
             and not _is_reported(line, loss_notes)
-            and not (stopped and line.text.endswith("has left"))
+            and not (stopped and line.kind == "MemberLeft")
         ):
             # All members leave a run that is stopped.
             stopped = kind == "stop" or (stopped and kind != "start")
-            cause = reasons.get(_world_entered(line), "") if kind == "join" else _exit_reason(line, kind, exits)
+            cause = reasons.get(line.world, "") if kind == "join" else _exit_reason(line, kind, exits)
             incidents.append(Incident(kind, line, line.at, cause))
     return _grouped(incidents)
 
@@ -158,11 +158,6 @@ def _exit_reason(line: StoryLine, kind: str, exits: Sequence[StoryLine]) -> str:
         return ""
     reasons = (end.reason for end in exits if end.member == line.member and abs(end.at - line.at) < TOGETHER_S)
     return next((reason for reason in reasons if reason not in line.text), "")
-
-
-def _world_entered(line: StoryLine) -> int | None:
-    entered = re.match(r"world (\d+) ", line.text)
-    return int(entered[1]) if entered else None
 
 
 def _repeated(steps: int) -> str:

@@ -13,7 +13,6 @@ be older than their last step; the summary then says "at least".
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -42,9 +41,6 @@ VICTIMS_SHOWN = 3
 REPORTED_WITHIN_S = 1.0
 PLANNED_EXITS = (f"exit code {exit_codes.OK}", f"exit code {exit_codes.RESUMABLE}", "signal 15")
 STOPPED_BY_FAILURE = "the run failed: "
-ENTERED = re.compile(r"world (\d+) with \d+ members? from step (\d+)")
-STARTED_OVER = re.compile(r"training starts over and repeats (\d+) steps")
-RESTORED = re.compile(r"restored the checkpoint of step (\d+)")
 
 
 class WorldChange(msgspec.Struct, frozen=True):
@@ -216,12 +212,12 @@ def changes(story: Sequence[StoryLine], reached: Mapping[int, int] = {}, last_st
                 formed_s = line.at - (broken_at or line.at)
                 result.append(WorldChange(number, line.step, text, formed_s, lost, restored=restored))
             worlds, broken_at, cause, broken_step, restored = worlds + 1, None, "", 0, False
-        elif entered := ENTERED.match(line.text):
-            number = int(entered[1])
-            result.append(WorldChange(number, int(entered[2]), planned.get(number, ""), None, 0))
-        elif started_over := STARTED_OVER.search(line.text):
-            broken_step = max(broken_step, int(started_over[1]))
-        elif RESTORED.search(line.text):
+        elif line.kind == "WorldEntered":
+            number = line.world or 0
+            result.append(WorldChange(number, line.step, planned.get(number, ""), None, 0))
+        elif line.kind == "TrainingStartedOver":
+            broken_step = max(broken_step, line.step or 0)
+        elif line.kind == "CheckpointRestored":
             restored = True
     return tuple(_with_repeated(change, result[index + 1 :], last_step) for index, change in enumerate(result))
 

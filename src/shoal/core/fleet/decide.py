@@ -266,7 +266,7 @@ def _forget_agent(draft: FleetDraft, name: str) -> None:
     text = f"agent {name} is lost: it did not reconnect within {draft.state.timeouts.agent_s:g} s"
     for run in draft.runs.values():
         if run.status != ENDED:
-            draft.instruct(fe.FleetNote(run.run, text))
+            draft.instruct(fe.FleetNote(run.run, text, kind="AgentLost"))
 
 
 # --- processes and members

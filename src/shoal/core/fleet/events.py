@@ -8,6 +8,7 @@ from typing import Union
 
 from shoal.core.fleet import restart_policy
 from shoal.core.fleet.requirements import MachineRequirements, SlotSize
+from shoal.core.note_kinds import NoteKind
 
 DEFAULT_RESTARTS = restart_policy.RestartLimits()
 
@@ -271,6 +272,7 @@ class FleetNote:
     run: str
     text: str
     member: str = ""
+    kind: NoteKind = ""
 
 
 Instruction = Union[StartProcess, StopProcess, MarkRunFailed, MarkRunEnded, MarkTrainingFinished, FleetNote]

@@ -64,7 +64,7 @@ def _start_group(draft: FleetDraft, run: DesiredRun, agents: list[AgentState]) -
 def restart_group(draft: FleetDraft, run: DesiredRun, reason: str, after_s: float) -> None:
     """Stop all processes of a group; it starts again when they have ended and `after_s` have passed."""
     draft.set_run(run.run, restart_reason=reason, restart_at=draft.now + after_s if after_s else 0.0)
-    draft.instruct(fe.FleetNote(run.run, f"all members restart: {reason}"))
+    draft.instruct(fe.FleetNote(run.run, f"all members restart: {reason}", kind="GroupRestarted"))
     for p in draft.of_run(run.run):
         draft.stop(p, f"all members restart: {reason}", grace_s=5.0)
 

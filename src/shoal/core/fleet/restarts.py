@@ -79,7 +79,8 @@ def give_up(draft: FleetDraft, p: ProcessState, cause: str, what: str, why: str)
     if p.role == EVALUATOR:
         pause_s = draft.state.timeouts.give_up_s if cause == "infrastructure" else float("inf")
         draft.update(p, status=GIVEN_UP, until=draft.now + pause_s, restart_reason="")
-        draft.instruct(fe.FleetNote(p.run, f"training continues without its evaluator: {what} ({why})", p.member))
+        text = f"training continues without its evaluator: {what} ({why})"
+        draft.instruct(fe.FleetNote(p.run, text, p.member, "MemberGivenUp"))
         return
     if cause == "user":
         draft.remove(p)
@@ -95,4 +96,5 @@ def give_up(draft: FleetDraft, p: ProcessState, cause: str, what: str, why: str)
         code = exit_codes.FAILED if cause == "refused" else exit_codes.MEMBERS_LOST
         run_end.fail(draft, p.run, f"{what} ({why}); fewer than {needed} {kind} are left", code)
     else:
-        draft.instruct(fe.FleetNote(p.run, f"{p.member} is not restarted for now: {why}", p.member))
+        text = f"{p.member} is not restarted for now: {why}"
+        draft.instruct(fe.FleetNote(p.run, text, p.member, "MemberGivenUp"))

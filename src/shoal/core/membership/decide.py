@@ -244,10 +244,11 @@ def _on_restored(draft: MembershipDraft, event: ev.MemberReady) -> None:
     draft.set(restoring="")
     if event.step is None:
         note = f"no checkpoint exists: training starts over and repeats {counted(draft.state.step, 'step')}"
+        draft.instruct(ev.MembershipNote(note, kind="TrainingStartedOver", step=draft.state.step))
         draft.set(started=False, step=0)
     else:
         note = f"{event.member} restored the checkpoint of step {event.step}"
-    draft.instruct(ev.MembershipNote(note))
+        draft.instruct(ev.MembershipNote(note, kind="CheckpointRestored", step=event.step))
     if event.step != draft.state.checkpoint_step:
         # Newer checkpoints could not be read; the path of this one was not reported.
         draft.set(checkpoint_step=event.step, checkpoint_path="")
@@ -342,7 +343,7 @@ def _on_lost(draft: MembershipDraft, event: ev.MemberLost) -> None:
     member = draft.members.get(event.member)
     if member is not None and member.connected:
         draft.instruct(ev.EvictMember(event.member, event.reason))
-    draft.lose(event.member, event.reason)
+    draft.lose(event.member, event.reason, kind=event.note_kind)
 
 
 def _on_notice(draft: MembershipDraft, event: ev.NoticeReceived) -> None:
@@ -356,7 +357,7 @@ def _on_notice(draft: MembershipDraft, event: ev.NoticeReceived) -> None:
     else:
         draft.update(event.member, leaving=event.cause, stop_by=stop_by)
         note = f"{event.member} will leave within {event.within_s:.0f} s: {event.cause}"
-        draft.instruct(ev.MembershipNote(note, event.member))
+        draft.instruct(ev.MembershipNote(note, event.member, "MemberLeaving"))
 
 
 def _on_left(draft: MembershipDraft, event: ev.MemberLeft) -> None:
@@ -365,7 +366,7 @@ def _on_left(draft: MembershipDraft, event: ev.MemberLeft) -> None:
         if entered is not None and event.step is not None:
             # It leaves only once all have agreed to cross, even if no other member has reported that yet.
             draft.enter(entered, event.step)
-        draft.instruct(ev.MembershipNote(f"{event.member} has left", member=event.member))
+        draft.instruct(ev.MembershipNote(f"{event.member} has left", event.member, "MemberLeft"))
         draft.lose(event.member, "it left", planned=True)
 
 
@@ -431,7 +432,8 @@ def _on_stop(draft: MembershipDraft, event: ev.StopRequested) -> None:
 
 def _on_scale(draft: MembershipDraft, event: ev.ScaleRequested) -> None:
     draft.set(settings=replace(draft.state.settings, min_members=event.min_members, max_members=event.max_members))
-    draft.instruct(ev.MembershipNote(f"scaled to {bounded(event.min_members, event.max_members, 'member')}"))
+    note = f"scaled to {bounded(event.min_members, event.max_members, 'member')}"
+    draft.instruct(ev.MembershipNote(note, kind="RunScaled"))
 
 
 def _on_timer(draft: MembershipDraft, event: ev.TimerFired) -> None:
@@ -454,7 +456,8 @@ def _on_restart(draft: MembershipDraft, _event: ev.CoordinatorRestarted) -> None
     for name in list(draft.members):
         away = since + draft.state.settings.lease_s
         draft.update(name, connected=False, disconnected_since=away, since=since, suspected=False)
-    draft.instruct(ev.MembershipNote("the coordinator restarted and replayed its journal"))
+    note = "the coordinator restarted and replayed its journal"
+    draft.instruct(ev.MembershipNote(note, kind="CoordinatorRestarted"))
 
 
 def _ignore(_draft: MembershipDraft, _event: ev.Event) -> None:

@@ -11,6 +11,7 @@ from shoal.core.draft import Draft
 from shoal.core.membership import events as ev
 from shoal.core.membership import fingerprint
 from shoal.core.membership.state import DONE, REGROUPING, TRAINING, WAITING, MembershipState, MemberState
+from shoal.core.note_kinds import NoteKind
 from shoal.core.nouns import be, counted
 from shoal.core.world import Seat, World
 
@@ -45,7 +46,7 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
 
     # --- losing members, dissolving worlds
 
-    def lose(self, name: str, reason: str, *, planned: bool = False) -> None:
+    def lose(self, name: str, reason: str, *, planned: bool = False, kind: NoteKind = "MemberLost") -> None:
         """Forget a member, dissolve the world if it had a seat there, and pass its claims on."""
         if name not in self.members:
             return
@@ -57,7 +58,7 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
             self.set(lost_from_world=(*self.state.lost_from_world, name)[-KEPT_LOST:])
         if not planned:
             self.set(losses=self.state.losses + 1)
-            self.instruct(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
+            self.instruct(ev.MembershipNote(f"{name} is lost: {reason}", name, kind))
         stopped = planned and self.state.stopping is not None
         if world is not None and world.rank_of(name) is not None and status != DONE and not stopped:
             self.dissolve(f"{name} is gone: {reason}")
@@ -400,7 +401,7 @@ class MembershipDraft(Draft[MembershipState, ev.Instruction]):
             joins=self.state.joins + len(proposal.sources),
             reason=reason,
         )
-        self.instruct(ev.MembershipNote(reason))
+        self.instruct(ev.MembershipNote(reason, kind="WorldEntered", world=proposal.number, step=step))
 
     # --- stopping
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
+from shoal.core.note_kinds import NoteKind
 from shoal.core.placement import Placement
 from shoal.core.world import Address, World
 
@@ -118,7 +119,7 @@ class MemberDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """A member is lost: its process ended, its lease expired, or it is `hung`.
+    """A member is lost: its process ended, it was `silent` until its lease expired, or it is `hung`.
 
     The process of a hung member still sends heartbeats, but its script makes no progress.
     """
@@ -126,6 +127,12 @@ class MemberLost:
     member: str
     reason: str
     hung: bool = False
+    silent: bool = False
+
+    @property
+    def note_kind(self) -> NoteKind:
+        """Kind of the note about this loss: nothing is known of a silent process, it may hang as well."""
+        return "MemberHung" if self.hung or self.silent else "MemberLost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,10 +397,13 @@ class AnnounceClaimCompleted:
 
 @dataclass(frozen=True, slots=True)
 class MembershipNote:
-    """A sentence for the story; nothing to carry out."""
+    """A sentence for the story; nothing to carry out. `world` and `step` are those that it is about."""
 
     text: str
     member: str = ""
+    kind: NoteKind = ""
+    world: int | None = None
+    step: int | None = None
 
 
 Instruction = Union[

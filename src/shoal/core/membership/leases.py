@@ -147,19 +147,21 @@ def _lost(
         fresh = member.since >= fresh_since or (heartbeat is not None and heartbeat.at >= fresh_since)
         if fresh and member.disconnected_since is None:
             continue
-        reason = _why_lost(state, member, heartbeat, now)
-        if reason and not reachability.excuses(member, state, now):
-            yield ev.MemberLost(member.name, reason)
+        lost = _loss_of(state, member, heartbeat, now)
+        if lost is not None and not reachability.excuses(member, state, now):
+            yield lost
 
 
-def _why_lost(state: MembershipState, member: MemberState, heartbeat: LastHeartbeat | None, now: float) -> str:
+def _loss_of(
+    state: MembershipState, member: MemberState, heartbeat: LastHeartbeat | None, now: float
+) -> ev.MemberLost | None:
     silent_s = now - max(heartbeat.at if heartbeat else 0.0, member.since)
     if silent_s > state.settings.lease_s:
-        return f"lease expired after {silent_s:.1f} s of silence"
+        return ev.MemberLost(member.name, f"lease expired after {silent_s:.1f} s of silence", silent=True)
     away_s = now - member.disconnected_since if member.disconnected_since is not None else 0.0
     if member.status in (REGROUPING, WAITING, STARTING) and away_s > state.settings.reconnect_s:
-        return f"it did not reconnect within {state.settings.reconnect_s:g} s"
-    return ""
+        return ev.MemberLost(member.name, f"it did not reconnect within {state.settings.reconnect_s:g} s")
+    return None
 
 
 def _must_stop(state: MembershipState, now: float) -> bool:

@@ -15,6 +15,7 @@ from shoal.core.membership import decide as mb
 from shoal.core.membership import events as ev
 from shoal.core.membership.draft import MembershipDraft, join_names
 from shoal.core.membership.state import DONE, SERVER, STARTING, TRAINER, TRAINING, WAITING, MembershipState, MemberState
+from shoal.core.note_kinds import NoteKind
 from shoal.core.nouns import be, counted
 from shoal.core.placement import PartAssignment, Placement
 from shoal.core.world import Seat
@@ -41,7 +42,7 @@ class PlacementDraft(MembershipDraft):
         members = [m for m in self.members.values() if m.role == role and m.status in statuses]
         return sorted(members, key=lambda m: m.order)
 
-    def lose(self, name: str, reason: str, *, planned: bool = False) -> None:
+    def lose(self, name: str, reason: str, *, planned: bool = False, kind: NoteKind = "MemberLost") -> None:
         """Forget a member, tell the servers if it was a trainer, and pass its claims on."""
         if name not in self.members:
             return
@@ -50,7 +51,7 @@ class PlacementDraft(MembershipDraft):
             self.set(restoring="")
         if not planned:
             self.set(losses=self.state.losses + 1)
-            self.instruct(ev.MembershipNote(f"{name} is lost: {reason}", member=name))
+            self.instruct(ev.MembershipNote(f"{name} is lost: {reason}", name, kind))
         if lost.role == TRAINER and self.state.placement is not None:
             servers = tuple(seat.member for seat in self.state.placement.servers if seat.member in self.members)
             self.instruct(ev.AnnounceTrainerLost(servers, name, lost.incarnation, reason))

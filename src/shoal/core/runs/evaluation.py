@@ -153,7 +153,8 @@ def decide(state: EvaluationState, event: object, now: float) -> tuple[Evaluatio
             disconnected = replace(state.members[name], connected=False)
             return replace(state, members={**state.members, name: disconnected}), ()
         case ev.MemberLost(name, reason) if name in state.members:
-            return _without(state, name), (ev.MembershipNote(f"{name} was lost: {reason}; training continues", name),)
+            note = ev.MembershipNote(f"{name} was lost: {reason}; training continues", name, event.note_kind)
+            return _without(state, name), (note,)
         case ev.MemberLeft(name) | ev.MemberDone(name):
             return _without(state, name), ()
         case ev.CoordinatorRestarted():

@@ -82,6 +82,8 @@ def _kind_and_member(subject: Any) -> tuple[str, str]:
     """Return the kind of a line and the member it is about; shares and batches are about all members."""
     if isinstance(subject, ev.AdjustmentReported):
         return f"{subject.what.capitalize()}Decided", subject.member if subject.what == "memory" else ""
+    if isinstance(subject, (ev.MembershipNote, fe.FleetNote)) and subject.kind:
+        return subject.kind, subject.member
     return type(subject).__name__, getattr(subject, "member", "")
 
 

@@ -13,7 +13,7 @@ def test_loss_has_its_cause_and_what_the_new_world_cost() -> None:
         story_line(2, "FormWorld", "world 1 started", world=1, step=0),
         story_line(3, "CheckpointWritten", "wrote the checkpoint", step=5),
         story_line(4, "WorldBroken", "local/0 lost world 1 at step 9", world=1, step=9, member="local/0"),
-        story_line(5, "MembershipNote", "local/1 is lost: it closed its connection", member="local/1"),
+        story_line(5, "MemberLost", "local/1 is lost: it closed its connection", member="local/1"),
         story_line(6, "FormWorld", "world 2 started", world=2, step=8),
         story_line(7, "ProcessExited", "process of local/1 ended by signal 9", member="local/1", reason="killed"),
     ]
@@ -27,9 +27,9 @@ def test_loss_has_its_cause_and_what_the_new_world_cost() -> None:
 
 
 def test_hang_is_told_apart_from_a_loss() -> None:
-    stuck = story_line(1, "MembershipNote", "local/1 is lost: lease expired after 3.2 s of silence", member="local/1")
+    stuck = story_line(1, "MemberHung", "local/1 is lost: lease expired after 3.2 s of silence", member="local/1")
     assert incidents.kind_of(stuck) == "hang"
-    assert incidents.kind_of(story_line(1, "MembershipNote", "agent a is lost: it did not reconnect")) == "loss"
+    assert incidents.kind_of(story_line(1, "AgentLost", "agent a is lost: it did not reconnect")) == "loss"
 
 
 def test_exit_is_a_loss_only_if_it_was_not_planned() -> None:
@@ -52,7 +52,7 @@ def test_break_without_a_loss_is_an_incident() -> None:
 
 def test_repeated_incidents_become_one_with_a_count() -> None:
     changes = [story_line(n, "SharesDecided", f"shares from step {n} on", step=n) for n in range(10)]
-    join = story_line(20, "MembershipNote", "world 2 with 3 members from step 30")
+    join = story_line(20, "WorldEntered", "world 2 with 3 members from step 30")
     first, joined, last = incidents.digest([*changes, join, story_line(30, "SharesDecided", "equal")])
     assert (first.count, first.line.step, first.first_at) == (10, 9, 100.0)
     assert first.text == "shares from step 9 on; 10 times in 9.0 s"
@@ -61,21 +61,21 @@ def test_repeated_incidents_become_one_with_a_count() -> None:
 
 
 def test_losses_of_different_members_are_not_grouped() -> None:
-    lost = [story_line(n, "MembershipNote", f"local/{n} is lost: killed", member=f"local/{n}") for n in range(2)]
+    lost = [story_line(n, "MemberLost", f"local/{n} is lost: killed", member=f"local/{n}") for n in range(2)]
     assert [incident.count for incident in incidents.digest(lost)] == [1, 1]
 
 
 def test_join_gives_the_reason_of_its_proposal() -> None:
     story = [
         story_line(1, "ProposeWorld", "prepared world 2", world=2, reason="local/2 wants to join"),
-        story_line(2, "MembershipNote", "world 2 with 3 members from step 30"),
+        story_line(2, "WorldEntered", "world 2 with 3 members from step 30", world=2),
     ]
     assert incidents.digest(story)[0].text == "world 2 with 3 members from step 30 (local/2 wants to join)"
 
 
 def test_members_that_leave_a_stopped_run_are_no_incidents() -> None:
     stop = story_line(1, "UserStopRequested", "run was asked to stop", reason="Ctrl-C")
-    left = story_line(2, "MembershipNote", "local/0 has left", member="local/0")
+    left = story_line(2, "MemberLeft", "local/0 has left", member="local/0")
     assert [incident.kind for incident in incidents.digest([stop, left])] == ["stop"]
     assert [incident.kind for incident in incidents.digest([left])] == ["leave"]
 

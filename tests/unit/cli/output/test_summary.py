@@ -43,7 +43,7 @@ def test_lost_member_is_shown_with_its_cost() -> None:
         story_line(6, "ProcessExited", member="local/1", reason="killed by signal 9", at=110.03),
         story_line(7, "ProposeWorld", world=3, reason="local/1 joins", at=112.0),
         story_line(8, "ProposeWorld", world=4, reason="local/1, local/2 join", at=112.1),
-        story_line(9, "MembershipNote", "world 4 with 3 members from step 52", at=112.2),
+        story_line(9, "WorldEntered", "world 4 with 3 members", world=4, step=52, at=112.2),
     ]
     lost, joined = summary.changes(story)
     assert (lost.world, lost.step, lost.steps_lost) == (2, 40, 0)
@@ -86,7 +86,7 @@ def test_steps_lost_with_all_members_are_counted_from_the_last_progress() -> Non
 def test_restored_checkpoint_never_counts_as_no_loss() -> None:
     story = [
         story_line(1, "FormWorld", world=1, step=0),
-        story_line(2, "MembershipNote", "local/0 restored the checkpoint of step 40"),
+        story_line(2, "CheckpointRestored", "local/0 restored a checkpoint", step=40),
         story_line(3, "FormWorld", world=2, step=40),
     ]
     unseen = summary.text(summary.summarise(run_view(step=200), story, reached={2: 40}))
@@ -101,10 +101,10 @@ def test_start_over_without_a_checkpoint_counts_the_steps_of_its_note() -> None:
     )
     state, _ = membership.decide(state, ev.MemberConnected("a", "1", Address("h", 1)), 0.0)
     _, instructions = membership.decide(state, ev.MemberReady("a", "f", None, restored=True), 1.0)
-    (note,) = [note.text for note in instructions if isinstance(note, ev.MembershipNote) and "80" in note.text]
+    (note,) = [note for note in instructions if isinstance(note, ev.MembershipNote) and note.step == 80]
     story = [
         story_line(1, "FormWorld", world=1, step=0),
-        story_line(2, "MembershipNote", note),
+        story_line(2, note.kind, note.text, step=note.step),
         story_line(3, "FormWorld", world=2, step=0),
     ]
     assert [(change.steps_lost, change.steps_repeated) for change in summary.changes(story, {}, 100)] == [(80, 80)]
@@ -190,7 +190,7 @@ def test_log_directory_is_shown_only_if_it_exists(tmp_path: Path) -> None:
 
 def test_note_about_a_planned_world_is_recognised() -> None:
     state = membership.MembershipState(membership.MembershipSettings(min_members=1, max_members=2, regroup_s=0.0))
-    notes: list[str] = []
+    notes: list[tuple[str, int | None, int | None]] = []
     story: tuple[ev.Event, ...] = (
         ev.MemberConnected("a", "1", Address("h", 1)),
         ev.MemberReady("a", "f", None),
@@ -201,8 +201,8 @@ def test_note_about_a_planned_world_is_recognised() -> None:
     )
     for now, event in enumerate(story):
         state, instructions = membership.decide(state, event, float(now))
-        notes += [note.text for note in instructions if isinstance(note, ev.MembershipNote)]
-    assert [match.groups() for text in notes if (match := summary.ENTERED.match(text))] == [("2", "9")]
+        notes += [(note.kind, note.world, note.step) for note in instructions if isinstance(note, ev.MembershipNote)]
+    assert notes[-1] == ("WorldEntered", 2, 9)
 
 
 def test_share_changes_are_counted_with_the_idle_time_they_saved() -> None:

@@ -58,7 +58,7 @@ def test_unknown_kind_is_refused_with_the_nearest() -> None:
 
 
 def test_digest_shows_kinds_and_how_to_see_everything() -> None:
-    lost = incidents.digest([story_line(1, "MembershipNote", "local/1 is lost: killed", member="local/1")])
+    lost = incidents.digest([story_line(1, "MemberLost", "local/1 is lost: killed", member="local/1")])
     text = why.digest_text(run_view(), lost)
     assert "INCIDENT" in text
     assert "loss" in text

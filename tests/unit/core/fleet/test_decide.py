@@ -428,6 +428,7 @@ def test_lost_worker_restarts_chief_and_servers() -> None:
     fleet.exit("lab/1", "infrastructure", "killed by signal 9")
     assert {i.member for i in fleet.of(fe.StopProcess)} == {"lab/chief-0", "lab/server-0", "lab/0"}
     assert fleet.of(fe.FleetNote)[0].text == "all members restart: lab/1 ended: killed by signal 9"
+    assert fleet.of(fe.FleetNote)[0].kind == "GroupRestarted"
     for member in ("lab/chief-0", "lab/server-0", "lab/0"):
         fleet.exit(member, "asked")
     assert len(fleet.started()) == 4
@@ -476,6 +477,7 @@ def test_evaluator_that_fails_too_often_does_not_fail_the_run() -> None:
     assert fleet.process("lab/evaluator-0").status == fl.GIVEN_UP
     assert not fleet.of(fe.MarkRunFailed)
     assert "continues without its evaluator" in fleet.of(fe.FleetNote)[0].text
+    assert fleet.of(fe.FleetNote)[0].kind == "MemberGivenUp"
     assert fleet.wait(10_000.0).started() == []
 
 

@@ -44,6 +44,22 @@ def test_member_with_other_samples_is_told_which_one_differs() -> None:
     assert "seed" in rejection.do
 
 
+def test_notes_say_what_they_are_about() -> None:
+    """`shoal why` recognises them by their kind, not by their text."""
+    state = world_of("a", "b")
+    kinds = []
+    for event in (
+        ev.ScaleRequested(1, 3),
+        ev.NoticeReceived("b", 60.0, "spot"),
+        ev.MemberLeft("b", None),
+        ev.MemberLost("a", "lease expired", silent=True),
+        ev.CoordinatorRestarted(),
+    ):
+        state, instructions = after(state, event)
+        kinds += [i.kind for i in instructions if isinstance(i, ev.MembershipNote) and i.kind]
+    assert kinds == ["RunScaled", "MemberLeaving", "MemberLeft", "MemberHung", "CoordinatorRestarted"]
+
+
 def test_model_of_most_members_becomes_that_of_the_run() -> None:
     settings = MembershipSettings(min_members=2, max_members=3)
     state = MembershipState(settings)

@@ -2,7 +2,8 @@
 
 Leases are only as good as the coordinator's own hearing, so two corrections come before them. If this process did not
 run for a while (stopped, swapped out, a suspended machine), heartbeats are waiting in its sockets: all leases are
-extended by that time, and nothing expires for another half second. And if nothing at all was received, neither from
+extended by that time, and nothing expires for another half second. Members that are still to return after a restart
+could not do so meanwhile: they get a full lease. And if nothing at all was received, neither from
 members nor from agents, most likely the coordinator itself was cut off; `CoordinatorReachability` then restarts leases.
 """
 
@@ -95,6 +96,10 @@ class Timers:
         for live in self._service.live.runs():
             for member, heartbeat in live.leases.items():
                 live.leases[member] = replace(heartbeat, at=min(now, heartbeat.at + slept_s + LISTEN_AGAIN_S))
+        for run in self._service.state.runs.values():
+            live = self._service.live.run(run.name)
+            if not run.has_ended and any(member not in live.leases for member in run.membership.members):
+                live.reachability = replace(self._reachability(run, now), restored_at=now)
         for connection in self._service.live.agents.values():
             connection.heard_at = now
         machines = self._service.state.provisioning

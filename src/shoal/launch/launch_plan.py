@@ -91,17 +91,19 @@ def coordinator_pools(
     former_tables = former.pools if former is not None else {}
     chosen = settings.pools if names is None else (*names, *former_tables)
     tables = {name: dict(settings.pools.get(name, former_tables.get(name, LOCAL_POOL))) for name in chosen}
+    retired = set(former.retired if former is not None else ()) - settings.pools.keys()
     if tables and names is None:
-        # A pool that is no longer configured stays, with limit 0, so that its allocations are watched and released.
-        retired = {"limit": 0, "environment": ""}
-        tables |= {name: {**table, **retired} for name, table in former_tables.items() if name not in tables}
+        # A pool that is no longer configured stays, so that its allocations are used, watched and released.
+        retired |= former_tables.keys() - tables.keys()
+        tables |= {name: {**former_tables[name], "environment": ""} for name in former_tables if name in retired}
     base, where = settings.file.parent if settings.file is not None else Path.cwd(), str(settings.file or "")
     for name, table in tables.items():
         environment = table.get("environment", "" if table.get("engine") == LOCAL else settings.text("environment"))
         if environment:
             table["environment"] = recipe.resolve(str(environment), base, f"[pool.{name}] of {where}")
         pool_config.parse(name, table, where)
-    return CoordinatorPools(tables, (*agent_options(settings), "--orphan", settings.text("orphan_timeout_s")))
+    options = (*agent_options(settings), "--orphan", settings.text("orphan_timeout_s"))
+    return CoordinatorPools(tables, options, tuple(sorted(retired & tables.keys())))
 
 
 def agent_options(settings: ResolvedSettings) -> tuple[str, ...]:

@@ -22,10 +22,14 @@ RELEASING = "releasing"
 
 
 class CoordinatorPools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Pools by name, as shoal.toml describes them, and the options of the agents started on their machines."""
+    """Pools by name, as shoal.toml describes them, and the options of the agents started on their machines.
+
+    `retired` names pools that shoal.toml no longer describes, but that may still have machines.
+    """
 
     pools: dict[str, dict[str, Any]]
     agent: Texts = ()
+    retired: Texts = ()
 
 
 class ReleaseProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,9 +8,11 @@ import pytest
 
 from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.timers import LISTEN_AGAIN_S, Timers
+from shoal.core.membership import events as ev
 from shoal.core.membership.state import LastHeartbeat
 from shoal.core.runs.events import RunCreated
 from shoal.core.runs.spec import RunSpec
+from shoal.core.world import Address
 from shoal.errors import JournalUnwritable
 from shoal.store.journal import Journal
 from shoal.store.sqlite_views import SqliteViews
@@ -44,6 +46,24 @@ def test_leases_are_extended_by_the_time_the_process_slept(
     monkeypatch.setattr(service.clock, "now", lambda: start + 60.0 + 2 * LISTEN_AGAIN_S)
     timers.tick()
     assert len(calls) == 1
+
+
+def test_members_that_are_still_to_return_get_a_full_lease_after_a_sleep(
+    service: CoordinatorService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello = ev.MemberConnected("m/0", "1", Address("127.0.0.1", 1))
+    service.handle("r", hello)
+    service.handle("r", ev.CoordinatorRestarted())
+    timers, start = Timers(service), service.clock.now()
+
+    def lost_after(seconds: float) -> bool:
+        monkeypatch.setattr(service.clock, "now", lambda: start + seconds)
+        timers.tick()
+        return "m/0" not in service.state.runs["r"].membership.members
+
+    assert not lost_after(10.0), "the coordinator slept from its start on"
+    assert not any(lost_after(10.0 + 0.5 * count) for count in range(1, 7)), "a lease has 3 seconds"
+    assert any(lost_after(13.0 + 0.5 * count) for count in range(1, 10))
 
 
 def test_no_timer_fires_while_the_journal_cannot_be_written(service: CoordinatorService) -> None:

@@ -55,12 +55,18 @@ def test_invalid_environment_is_rejected_with_its_pool(tmp_path: Path, given: st
     assert "[pool.packed] of " in rejected.value.where
 
 
-def test_removed_pool_is_kept_without_capacity_or_environment(tmp_path: Path) -> None:
+def test_removed_pool_is_retired_and_loses_its_environment(tmp_path: Path) -> None:
     (tmp_path / "shoal.toml").write_text('[pool.here]\nengine = "local"\n')
     former = CoordinatorPools({"old": {"engine": "slurm", "partition": "p", "limit": 3, "environment": "/gone.txt"}})
-    pools = launch_plan.coordinator_pools(settings_layers.resolve(tmp_path, {}), former=former).pools
-    assert pools["old"] == {"engine": "slurm", "partition": "p", "limit": 0, "environment": ""}
-    assert "limit" not in pools["here"]
+    settings = settings_layers.resolve(tmp_path, {})
+    for _ in range(2):
+        former = launch_plan.coordinator_pools(settings, former=former)
+        assert former.retired == ("old",)
+        assert former.pools["old"] == {"engine": "slurm", "partition": "p", "limit": 3, "environment": ""}
+    assert launch_plan.coordinator_pools(settings, (), former).retired == ("old",), "also when it is resumed"
+    (tmp_path / "shoal.toml").write_text('[pool.old]\nengine = "local"\n')
+    again = launch_plan.coordinator_pools(settings_layers.resolve(tmp_path, {}), former=former)
+    assert (again.pools["old"], again.retired) == ({"engine": "local"}, ("here",)), "it was configured again"
 
 
 def test_resumed_coordinator_keeps_its_pools_with_their_present_tables(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -203,7 +204,9 @@ def open_pools(service: CoordinatorService, directory: Path) -> Provisioner | No
 
     engines = {name: engine for name, (_, engine) in pools.items()}
     provisioner = Provisioner(service, tag, engines, request_of, grace_period.in_options(config.agent))
-    configured = tuple(pool for pool, _ in pools.values())
+    configured = tuple(
+        replace(pool, limit=0, retired=True) if name in config.retired else pool for name, (pool, _) in pools.items()
+    )
     if configured != tuple(service.state.provisioning.pools.values()):
         service.handle("", pe.PoolsConfigured(configured))
     return provisioner

@@ -171,7 +171,7 @@ def _why(allocation: Allocation, listed: se.ListedAllocation) -> str:
 def _on_pools_configured(draft: ProvisioningDraft, event: se.PoolsConfigured) -> None:
     draft.base = replace(draft.base, pools={pool.name: pool for pool in event.pools})
     draft.health = {name: health for name, health in draft.health.items() if name in draft.base.pools}
-    for pool in event.pools:
+    for pool in [pool for pool in event.pools if not pool.retired]:
         live = [a for a in draft.allocations.values() if a.pool == pool.name and a.status in LIVE and not a.leaving]
         for allocation in sorted(live, key=_keep_first)[pool.limit :]:
             draft.release(allocation, f"the limit of pool {pool.name} was lowered to {pool.limit}")

@@ -14,7 +14,8 @@ class PoolInfo:
     `on_demand_per_h` is the price of a comparable machine that is never preempted, 0 if unknown. A run that waits
     longer than `max_wait_s` for one of its machines asks the next pool. `labels` describe the machines for --where.
     `sized` means that the engine can be asked for machines of a given size; `cpus` and `memory_bytes` are the size of
-    each machine if the pool itself fixes it.
+    each machine if the pool itself fixes it. A `retired` pool gives nothing more, but what it gave stays until no run
+    needs it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class PoolInfo:
     sized: bool = False
     cpus: int = 0
     memory_bytes: int = 0
+    retired: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,9 @@ def describe_wait(state: ProvisioningState, pools: Sequence[str]) -> str:
 
 
 def _problem(pool: PoolInfo, health: PoolHealth | None, demand: MachineDemand, now: float) -> PoolProblem | None:
+    if pool.retired:
+        do = "name another pool, or configure it again and restart the coordinator"
+        return PoolProblem(pool.name, "it is no longer configured, so it provides no machines", do=do)
     if pool.limit == 0:
         return PoolProblem(pool.name, "its limit is 0, so it provides no machines", do="raise its limit")
     if health is None:

@@ -42,6 +42,30 @@ def test_lower_limit_releases_allocations_at_start(tmp_path: Path, monkeypatch: 
     assert [i.allocation for i in done if isinstance(i, pe.CancelAllocation)] == ["b"]
 
 
+def test_allocations_of_a_removed_pool_are_kept_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    credentials.write(tmp_path / "token", credentials.Credentials("secret"))
+    tables = {"yard": {"engine": "local"}, "farm": {"engine": "local", "limit": 2}}
+    pool_files.write_pools(tmp_path, pool_files.CoordinatorPools(tables, retired=("farm",)))
+    service = CoordinatorService(tmp_path, Journal(tmp_path), SqliteViews(tmp_path), "here")
+    running = {"a": Allocation("a", "farm", 1, RUNNING, 1.0, handle=str(tmp_path / "a"))}
+    service.state.provisioning = replace(service.state.provisioning, allocations=running)
+
+    async def open_and_close() -> None:
+        opened = open_pools(service, tmp_path)
+        assert opened is not None
+        assert service.state.provisioning.allocations["a"].status == RUNNING
+        pools = service.state.provisioning.pools
+        assert {name: (pool.limit, pool.retired) for name, pool in pools.items()} == {
+            "yard": (8, False),
+            "farm": (0, True),
+        }
+        await opened.close(release_all=False)
+
+    asyncio.run(open_and_close())
+    service.close()
+
+
 @pytest.mark.parametrize("allocated", [False, True])
 def test_environments_are_kept_while_an_allocation_may_download_them(
     allocated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -436,6 +436,18 @@ def test_lowered_limit_releases_the_youngest_and_uses_other_pools() -> None:
     assert not of(se.SubmitAllocation, harness.wait(60.0)), "nothing more is requested from it"
 
 
+def test_machines_of_a_retired_pool_are_used_until_no_run_needs_them() -> None:
+    harness = Harness(SPOT, LAB)
+    names = of(se.SubmitAllocation, harness.demand(3, "spot"))
+    harness.deliver(*names)
+    retired = (replace(SPOT, limit=0, retired=True), LAB)
+    assert harness.handle(se.PoolsConfigured(retired), after_s=1.0) == []
+    assert not of(se.CancelAllocation, harness.wait(600.0))
+    assert not of(se.SubmitAllocation, harness.demand(5, "spot")), "nothing more is requested from it"
+    harness.demand(0)
+    assert of(se.CancelAllocation, harness.wait(600.0)) == names
+
+
 def test_raised_or_equal_limit_releases_nothing() -> None:
     harness = Harness(SPOT, LAB)
     harness.deliver(*of(se.SubmitAllocation, harness.demand(3)))

@@ -299,7 +299,7 @@ class KerasTrainer(Loop, TrainFunction):
             gathered = self._send_report(current)
             sums.send(exchange)
             current.compute_s = time.perf_counter() - current.started_at
-            self._session.set_phase("exchange")
+            self._begin_exchange()
             total = self._receive_reports(current, gathered)
             self._fill_tail(current, total)
             sums.finish(exchange, total / current.global_batch_size if total else 1.0)

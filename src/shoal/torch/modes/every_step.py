@@ -331,7 +331,7 @@ class TorchTrainer(Loop):
             if self._slowdown is not None:
                 self._slowdown.after_backward()
             current.compute_s = time.perf_counter() - current.started_at
-            session.set_phase("exchange")
+            self._begin_exchange()
             total = self._receive_reports(current, reports)
             fraction = current.weight / total if total else 0.0
             if current.shard_range is not None:

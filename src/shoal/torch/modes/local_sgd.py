@@ -261,7 +261,7 @@ class TorchLocalTrainer(TorchTrainer):
         assert self.feed is not None
         current.data_s += self.feed.read_s
         current.compute_s = time.perf_counter() - current.started_at - self.feed.read_s
-        self._session.set_phase("exchange")
+        self._begin_exchange()
         current.sending = True
         try:
             self._average(current, self._buckets)

@@ -19,9 +19,11 @@ decides, reports what happened, and keeps training when the coordinator is away.
 
 Two invariants hold the protocol together.
 
-*A step counts once.* What is reported and what is applied to the model are decided under one lock. `begin_commit`
-marks the step as being applied; from then until `commit` nothing is reported about it. A member that has reported step
-k as the last one it holds never applies step k + 1 of that broken world afterwards. An eviction that arrives in between
+*A step counts once.* What is reported and what is applied to the model are decided under one lock. From
+`begin_exchange`, when this member's part of the step is sent, nothing is reported about the step until the exchange
+fails or `commit`: a member that has the sum applies it, even if a peer that has applied it ends first. A member that
+has reported step k as the last one it holds never applies step k + 1 of that broken world afterwards; one whose script
+does not apply the sum for `hang_timeout_s` reports, and does not apply it any more. An eviction that arrives in between
 takes effect after the commit.
 
 *Worlds only go forward.* A world number never comes back: everything up to `_ended_up_to` is ignored, whether it is a
@@ -29,8 +31,8 @@ late message, a connection thread that finishes late, or a state that arrives la
 
 Threads and the lock:
 
-    main thread        trains; calls next_step, prepared_world, on_step_reports, begin_commit, commit, finish. Only this
-                       thread enters a world or changes `step`.
+    main thread        trains; calls next_step, prepared_world, on_step_reports, begin_exchange, begin_commit, commit,
+                       finish. Only this thread enters a world or changes `step`.
     uplink (two)       one receives messages and runs their handlers, one sends heartbeats
     world threads      each connects one world and reports the result
     ring threads       report a lost neighbour between operations

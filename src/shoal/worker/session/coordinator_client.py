@@ -49,7 +49,7 @@ class CoordinatorClient:
         self._speed = 0.0
         self._ready = False
         self._broken = False
-        self._applying = self._evicted_while_applying = False
+        self._undecided = self._applying = self._evicted_while_applying = self._report_due = False
         self._done = self._left_loop = False
         # Set when the loop was left and it is not known yet whether the script failed: what to do if it did not.
         self._suspended: Callable[[], None] | None = None
@@ -141,6 +141,11 @@ class CoordinatorClient:
     def _resolve_suspended(self) -> None:
         """Do nothing: only a session with a training loop can leave it."""
 
+    @property
+    def _is_silent(self) -> bool:
+        """Whether nothing may be reported about the present step, because it is not decided which step is held."""
+        return self._undecided or self._applying
+
     # --- sending
 
     def _send(self, message: Message) -> None:
@@ -171,7 +176,7 @@ class CoordinatorClient:
             pid=os.getpid(),
             world=world,
             step=self.step,
-            broken=self._broken and not self._applying,
+            broken=self._broken and not self._is_silent,
             done=self._done,
             role=self.environment.role,
             early=self._left_loop,

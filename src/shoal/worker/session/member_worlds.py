@@ -73,6 +73,7 @@ class MemberWorlds(CoordinatorClient):
         self._early_proposal: messages.PrepareWorldMsg | None = None
         self._retired_exchange: Exchange | None = None
         self._ended_up_to = 0
+        self._step_limit: threading.Timer | None = None
         self._offered: Snapshot | None = None
         self._restore_requested = False
         self._may_catch_up = True
@@ -123,12 +124,39 @@ class MemberWorlds(CoordinatorClient):
             if self._offered is not None:
                 self._offered.abandon()
                 self._offered = None
-            if report and not self._applying:
+            if report:
                 self._report_broken()
+            if self._undecided:
+                self._step_limit = threading.Timer(self.settings.hang_timeout_s, self._give_up_step)
+                self._step_limit.daemon = True
+                self._step_limit.start()
             self._changed.notify_all()
 
+    def _give_up_step(self) -> None:
+        """Report a broken world without the step whose sum may be here: the script has not applied it for long."""
+        with self._changed:
+            if self._undecided and self._step_limit is threading.current_thread():
+                self._decide_step()
+
+    def _decide_step(self) -> None:
+        """Report what was held back while it was not decided which step this member holds."""
+        self._undecided = self._applying = False
+        limit, self._step_limit = self._step_limit, None
+        if limit is not None:
+            limit.cancel()
+        if self._evicted_while_applying:
+            self._rejoin()
+        elif self._report_due and not self._is_at_end():
+            self._report_broken()
+
+    def _is_at_end(self) -> bool:
+        """Return whether this member holds the step at which training ends early; it reports that it is done, then."""
+        return self._end_at is not None and self.step is not None and self.step >= self._end_at
+
     def _report_broken(self) -> None:
-        if self.world is not None:
+        """Report the broken world with the step held, at once or when that is decided."""
+        self._report_due = self._is_silent
+        if self.world is not None and not self._report_due:
             self._send(messages.WorldBrokenMsg(self.world.number, self.step, *self._break_cause))
 
     def _on_lost_neighbour(self, number: int, suspects: tuple[str, ...], cause: str) -> None:
@@ -218,7 +246,7 @@ class MemberWorlds(CoordinatorClient):
         elif self.world.number <= message.number:
             if not self._broken:
                 self._break_world((), message.reason)
-            elif not self._applying and self._entering is None:
+            elif self._entering is None:
                 self._report_broken()
 
     def _on_evicted(self, message: messages.EvictedMsg) -> None:
@@ -226,12 +254,12 @@ class MemberWorlds(CoordinatorClient):
         self._pending_worlds.cancel(planned=False)
         self._stop_entering()
         # A step that is being applied counts first: the next hello then reports the later state.
-        self._evicted_while_applying = self._applying
-        if not self._applying:
+        self._evicted_while_applying = self._is_silent
+        if not self._is_silent:
             self._rejoin()
 
     def _rejoin(self) -> None:
-        self._evicted_while_applying = False
+        self._evicted_while_applying = self._report_due = False
         self.world, self.exchange = None, None
         self._send_hello()
 
@@ -241,7 +269,7 @@ class MemberWorlds(CoordinatorClient):
     def _on_end_training(self, message: messages.EndTrainingMsg) -> None:
         """Note the step at which training ends; do not begin another if that one is committed."""
         self._end_at = message.step
-        if self.step is not None and self.step >= message.step and not self._applying:
+        if self._is_at_end() and not self._applying:
             self._break_world((), message.reason, report=False)
         self.reason = message.reason
 

@@ -68,8 +68,8 @@ class Session(MemberWorlds):
 
     @property
     def broken(self) -> bool:
-        """Whether the current world is broken."""
-        return self._broken
+        """Whether the current world is broken, and with it the present step: it will not be applied."""
+        return self._broken and not self._undecided
 
     @property
     def size(self) -> int:
@@ -88,8 +88,10 @@ class Session(MemberWorlds):
 
     def next_step(self) -> int:
         """Block until this member is in a world and holds its state; return the next step."""
+        with self._changed:
+            self._decide_step()
         while True:
-            if self._error is None and self.step is not None and self.ends_at(self.step):
+            if self._error is None and self.step is not None and self._is_at_end():
                 return self.step
             self._raise_if_over()
             if self.world is not None and not self._broken:
@@ -121,13 +123,22 @@ class Session(MemberWorlds):
                 abandon(self._announced)
                 self._announced = None
 
+    def begin_exchange(self) -> None:
+        """Note that this member's part of the step is sent: peers may commit the step from now on, and end.
+
+        So nothing is reported before the exchange has failed (`fail`) or the sum was applied (`commit`): a member that
+        has the sum commits the step even if its world breaks meanwhile. A world of one has no peers.
+        """
+        with self._changed:
+            self._undecided = not self._broken and self.size > 1
+
     def begin_commit(self) -> bool:
         """Return whether the gradient of this step may be applied; if so, nothing is reported until `commit`."""
         self._wait_for_lease()
         with self._changed:
-            if self._broken or self.world is None:
+            if self.broken or self.world is None:
                 return False
-            self._applying = True
+            self._applying, self._undecided = True, False
         self.before_change()
         return True
 
@@ -142,18 +153,16 @@ class Session(MemberWorlds):
         with self._changed:
             assert self.step is not None
             self.step += 1
-            self._applying = False
-            if self._evicted_while_applying:
-                self._rejoin()
-            elif self._broken:
-                self._report_broken()
+            self._decide_step()
         retired, self._retired_exchange = self._retired_exchange, None
         if retired is not None:
             retired.close()
 
     def fail(self, broken: ExchangeBroken) -> None:
-        """Break the current world, because the exchange of this step failed."""
-        self._break_world(broken.suspects, broken.cause)
+        """Break the current world, because the exchange of this step failed; report it if it was broken already."""
+        with self._changed:
+            self._decide_step()
+            self._break_world(broken.suspects, broken.cause)
 
     def ends_at(self, step: int) -> bool:
         """Return whether training ends at this step, before the last one, because a script has left its loop."""
@@ -217,6 +226,7 @@ class Session(MemberWorlds):
 
     def _report_left(self) -> None:
         with self._changed:
+            self._undecided = False
             self._finishing = self._done = self._left_loop = True
             self._send(messages.DoneMsg(self.step or 0, early=True))
         self.set_phase("done")
@@ -270,7 +280,7 @@ class Session(MemberWorlds):
     def _has_instruction(self) -> bool:
         if self._to_enter is not None or self._restore_requested or self._finished:
             return True
-        if self.step is not None and self.ends_at(self.step):
+        if self._is_at_end():
             return True
         return (self._leaving is not None or self._stop is not None) and self._may_leave()
 

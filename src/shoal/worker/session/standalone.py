@@ -88,6 +88,9 @@ class StandaloneSession:
     def before_change(self) -> None:
         """Do nothing: no peer reads the state."""
 
+    def begin_exchange(self) -> None:
+        """Do nothing: there is no peer."""
+
     def begin_commit(self) -> bool:
         return True
 

@@ -20,8 +20,9 @@ Nothing is applied twice. A failure before the commit leaves the parameters unto
 does nothing, what else the step changed (running statistics, random generators) is rolled back at the top of the loop,
 and the step is given out again in the next world. A failure after the commit finds some members one step ahead: the
 next world starts from the highest committed step, and members behind it copy the state from one that has it instead of
-applying the gradient themselves. Between `begin_commit` and `commit` a member reports no step to the coordinator, since
-the answer would depend on the moment.
+applying the gradient themselves. From `begin_exchange`, when its own part is sent, until the exchange has failed or the
+step is committed, a member reports no step to the coordinator, since the answer would depend on the moment. A member
+that has the sum applies it even if the world breaks before: a peer that applied it may have left its loop and ended.
 
 Failures, in short:
 
@@ -327,6 +328,11 @@ class Loop(ABC):
             self._loss_monitor.observe(self._previous.number, self._loss, send=self._session.is_writer)
 
     # --- commit
+
+    def _begin_exchange(self) -> None:
+        """Note that this member's part is sent, and that it waits for those of the others."""
+        self._session.set_phase("exchange")
+        self._session.begin_exchange()
 
     def _begin_commit(self) -> bool:
         """Return whether the gradient may be applied; if so, pending snapshots are copied first."""

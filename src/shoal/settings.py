@@ -22,6 +22,7 @@ import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -257,9 +258,10 @@ def _convert(values: Mapping[str, Any], kind: Any, where: str = "") -> Any:
         raise _invalid(name, values.get(name), _hint_of(kind, name), where) from error
     except ValueError as error:  # a number of thousands of digits
         raise BadSettings("invalid value of a setting", where=where, why=str(error)) from error
-    span = port_range(getattr(converted, "ports", ""))
-    if span is not None and (len(span) == 0 or span.start < 1 or span.stop > 65536):
-        raise _invalid("ports", values["ports"], _hint_of(kind, "ports"), where)
+    try:
+        port_range(getattr(converted, "ports", ""))
+    except ValueError as error:
+        raise _invalid("ports", values["ports"], _hint_of(kind, "ports"), where) from error
     _check_meaning(converted, where)
     return converted
 
@@ -354,6 +356,7 @@ def _is_huge(value: object) -> bool:
         return isinstance(value, int)
 
 
+@cache
 def _infos_of(kind: type[msgspec.Struct], *, travels: bool) -> tuple[SettingInfo, ...]:
     hints = get_type_hints(kind, include_extras=True)
     return tuple(

@@ -14,7 +14,7 @@ import torch
 from tests.process.faults.checked_run import checked_run
 from tests.process.servers.served_run import served_run
 
-from shoal.testing.fuzzed_run import FuzzedRun
+from shoal.testing.fuzz.fuzzed_run import FuzzedRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3000)]
 

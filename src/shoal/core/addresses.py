@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_CANDIDATES = 6
+MAX_PORT = 65535
+MAX_RANGE = len("00001-65535")
 # An interface so many times as fast as the usual one is tried first.
 FASTER = 2
 # Bridges and pairs of container engines and hypervisors: they have the same addresses on every machine.
@@ -89,10 +91,13 @@ def split_list(text: str) -> tuple[str, ...]:
 
 
 def port_range(text: str) -> range | None:
-    """Return the ports of a setting such as ``29400-29499``, None for any."""
+    """Return the ports of a setting such as ``29400-29499``, None for any; raise ValueError if they are none."""
     if not text:
         return None
     low, _, high = text.partition("-")
+    digits = low.isascii() and low.isdigit() and high.isascii() and high.isdigit()
+    if not digits or len(text) > MAX_RANGE or not 1 <= int(low) <= int(high) <= MAX_PORT:
+        raise ValueError(f"{text[:80]!r} is no range of ports from 1 to {MAX_PORT}")
     return range(int(low), int(high) + 1)
 
 

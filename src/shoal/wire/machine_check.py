@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shoal.core.addresses import port_range
 from shoal.core.world import Address
 from shoal.wire.limits import (
     MAX_ITEMS,
@@ -22,18 +23,24 @@ from shoal.wire.limits import (
     Text,
 )
 
+MAX_LASTING_S = 60.0
+
 
 class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to check. Without a peer: describe the machine and listen from now on. With one: connect to its addresses.
 
-    `ports` and `interface` are the settings of members. Throughput is measured for at most `lasting_s` seconds.
+    `ports` and `interface` are the settings of members. Throughput is measured for at most `lasting_s` seconds, and
+    the coordinator waits for the result by so much longer.
     """
 
     ports: Name = ""
     interface: Name = ""
     peer: Name = ""
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_NAME)] = ()
-    lasting_s: Seconds = 1.0
+    lasting_s: Annotated[float, Meta(ge=0.0, le=MAX_LASTING_S)] = 1.0
+
+    def __post_init__(self) -> None:
+        port_range(self.ports)
 
 
 class MachineFacts(msgspec.Struct, frozen=True):

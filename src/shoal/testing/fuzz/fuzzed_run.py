@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import time
 import urllib.request
@@ -14,14 +15,17 @@ from typing import Any
 import psutil
 
 from shoal.core.world import Address
-from shoal.testing.port_fuzzer import PeerPort, PortFuzzer
+from shoal.testing.fuzz.port_fuzzer import FuzzedCoordinator, PeerPort, PortFuzzer
 from shoal.testing.run_under_test import RunUnderTest
 from shoal.wire import credentials
 
 # Caches and pools fill during the first part of the messages; from then on memory must be flat.
 WARM_UP = 0.3
 GROWTH_FACTOR, GROWTH_BYTES = 1.25, 40 << 20
+MORE_FILES = 300
+BATCH = 2000
 STEPS_AFTER = 3
+USER = "fuzz-user"
 DOCTOR_RUN, DOCTOR_INCARNATION = "shoal doctor", "doctor"
 
 
@@ -38,7 +42,11 @@ class FuzzedRun:
         self._agents = [agent["agent"] for agent in self._ask("/v1/agents")]
         self._doctor = self._doctor_port()
         self.memory: list[dict[str, int]] = []
-        self.fuzzer = PortFuzzer(self._url, self._access, self._name, self.ports, seed)
+        self.files: list[dict[str, int]] = []
+        limits = self._ask(f"/v1/runs/{self._name}")
+        members = limits["members_min"], limits["members_max"]
+        target = FuzzedCoordinator(self._url, self._access, self._add_user(), self._name, members, self._agents)
+        self.fuzzer = PortFuzzer(target, self.ports, seed)
 
     def __enter__(self) -> FuzzedRun:
         return self
@@ -86,27 +94,38 @@ class FuzzedRun:
         with urllib.request.urlopen(request, timeout=60, context=credentials.ssl_context(self._access)) as reply:
             return json.loads(reply.read())
 
+    def _add_user(self) -> str:
+        """Return the token of a user other than the coordinator's owner."""
+        path, token = self._directory / "tokens" / USER, secrets.token_urlsafe(16)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        credentials.write(path, credentials.Credentials(token))
+        return token
+
     # --- messages
 
     def send(self, messages: int) -> Counter[str]:
-        """Send so many messages, note the memory of all processes meanwhile, and return how many of each kind."""
-        part, sent = max(1, messages // 20), 0
+        """Send so many messages, note what all processes use meanwhile, and return how many of each kind."""
+        sent = 0
         while sent < messages:
             if sent >= WARM_UP * messages:
-                self.memory.append(self._memory())
-            self.fuzzer.send(min(part, messages - sent))
-            sent += part
-        self.memory.append(self._memory())
+                self._note_use()
+            self.fuzzer.send(min(BATCH, messages - sent))
+            sent += BATCH
+            assert self._ask("/v1/health"), "the coordinator does not answer"
+            assert not self.fuzzer.late, f"not answered in time: {self.fuzzer.late}"
+        self._note_use()
         return self.fuzzer.sent
 
-    def _memory(self) -> dict[str, int]:
-        """Return the resident bytes of each service and living member."""
+    def _note_use(self) -> None:
+        """Note the resident bytes and the open files of each service and living member."""
         pids = {word: self._run.service_process(word).pid for word in ("coordinator", "agent")} | self._run.pids()
-        sizes = {}
+        memory, files = {}, {}
         for name, pid in pids.items():
             with contextlib.suppress(psutil.NoSuchProcess):
-                sizes[f"{name} {pid}"] = psutil.Process(pid).memory_info().rss
-        return sizes
+                process = psutil.Process(pid)
+                memory[f"{name} {pid}"], files[f"{name} {pid}"] = process.memory_info().rss, process.num_fds()
+        self.memory.append(memory)
+        self.files.append(files)
 
     # --- what must hold
 
@@ -116,8 +135,11 @@ class FuzzedRun:
         for process, size in last.items():
             most = GROWTH_FACTOR * first.get(process, size) + GROWTH_BYTES
             assert size < most, f"{process} grew from {first[process]} to {size} bytes"
-        for log in (self._directory / "coordinator.log", self._directory / "agent.log"):
-            text = log.read_text() if log.exists() else ""
+            files, before = self.files[-1][process], self.files[0].get(process, MORE_FILES)
+            assert files <= before + MORE_FILES, f"{process} had {before} open files and has {files}"
+        own_logs = (self._directory / "runs" / self._name).rglob("*.log")
+        for log in (self._directory / "coordinator.log", self._directory / "agent.log", *own_logs):
+            text = log.read_text(errors="replace") if log.exists() else ""
             assert "Traceback" not in text, f"{log.name}:\n{text[text.index('Traceback') :][:4000]}"
         assert "port for peers failed" not in self._run.output
         assert self._doctor_port(), "the doctor's port cannot be opened any more"

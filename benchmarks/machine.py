@@ -20,6 +20,6 @@ def describe() -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
-        "shoal": metadata.version("shoal"),
+        "shoal": metadata.version("shoal-train"),
         "load_before": round(os.getloadavg()[0], 2),
     }

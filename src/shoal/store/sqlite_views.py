@@ -7,6 +7,9 @@ past measurements, are then gone, because this is their only place.
 Rows are collected in memory and written in batches by a background thread, so that handling an event never waits for
 SQLite; `seq` is the last journal entry whose rows are in the file. A row that SQLite cannot hold costs that row and not
 the batch. Commands read the file directly when the coordinator has ended.
+
+Measurements come every second for as long as a run trains. So a run has at most MAX_METRICS of them: when there are as
+many, every second one is deleted, and later ones are stored at the distance of those that remain.
 """
 
 from __future__ import annotations
@@ -31,6 +34,15 @@ log = logging.getLogger("shoal.coordinator")
 FILE = "views.sqlite"
 LAYOUT = "1"
 MAX_ROWS = 100_000
+# Measurements of a run: all of the first two hours, then one every two seconds up to four hours, and so on.
+MAX_METRICS = 7200
+# Measurements come a little before their time, too.
+EARLY = 0.75
+_HALVE_METRICS = """
+DELETE FROM metrics WHERE rowid IN (
+  SELECT rowid FROM (SELECT rowid, row_number() OVER (ORDER BY at) AS number FROM metrics WHERE run=?)
+  WHERE number % 2 = 0)
+"""
 _line_values = attrgetter(*(column.name for column in fields(StoryLine)))
 _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
@@ -72,6 +84,29 @@ class MetricRow(msgspec.Struct, frozen=True):
     samples_per_s: float
 
 
+@dataclass(slots=True)
+class _MetricPace:
+    """How many measurements of a run are stored, from when to when, and the least time to the next one."""
+
+    rows: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    every_s: float = 0.0
+
+    def admits(self, at: float) -> bool:
+        """Return whether to store a measurement of this time; count it then."""
+        if self.rows and 0.0 <= at - self.last_at < self.every_s:
+            return False
+        self.first_at = self.first_at if self.rows else at
+        self.last_at = at
+        self.rows += 1
+        return True
+
+    def halve(self) -> None:
+        self.rows = (self.rows + 1) // 2
+        self.every_s = EARLY * max(0.0, self.last_at - self.first_at) / self.rows
+
+
 @dataclass(frozen=True, slots=True)
 class RowBatch:
     """Statements to execute, and the journal entry up to which they are complete."""
@@ -89,6 +124,7 @@ class SqliteViews:
         self._rows: list[tuple[str, tuple[Any, ...]]] = []
         self._seq: int | None = None
         self._stored_seq: int | None = None
+        self._metric_paces: dict[str, _MetricPace] = {}
         self._connection = self._open()
 
     def _open(self) -> sqlite3.Connection:
@@ -171,7 +207,27 @@ class SqliteViews:
         self._put("INSERT OR REPLACE INTO checkpoints VALUES (?,?,?,?)", run, step, path, at)
 
     def put_metric(self, run: str, row: MetricRow) -> None:
+        """Store a measurement, unless the last one of a long run is too recent; thin all out when they are many."""
+        pace = self._metric_paces.get(run)
+        if pace is None:
+            pace = self._metric_paces[run] = self._read_pace(run)
+        if not pace.admits(row.at):
+            return
         self._put("INSERT INTO metrics VALUES (?,?,?,?,?)", run, row.at, row.step, row.loss, row.samples_per_s)
+
+        if pace.rows >= MAX_METRICS:
+            self._put(_HALVE_METRICS, run)
+            pace.halve()
+
+    def _read_pace(self, run: str) -> _MetricPace:
+        """Return the pace of a run that an earlier process may have stored measurements of."""
+        with self._lock:
+            query = "SELECT count(*), min(at), max(at) FROM metrics WHERE run=?"
+            rows, first_at, last_at = self._connection.execute(query, (run,)).fetchone()
+        pace = _MetricPace(rows, first_at or 0.0, last_at or 0.0)
+        if rows > MAX_METRICS // 2:
+            pace.every_s = EARLY * max(0.0, pace.last_at - pace.first_at) / rows
+        return pace
 
     def put_member(self, run: str, member: str, incarnation: str, at: float) -> None:
         self._put("INSERT OR IGNORE INTO members VALUES (?,?,?,?,NULL,'')", run, member, incarnation, at)

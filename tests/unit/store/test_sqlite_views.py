@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,26 @@ def test_what_was_put_is_read_back_after_a_flush(tmp_path: Path) -> None:
     ]
     assert sqlite_views.metrics(tmp_path, "r") == [MetricRow(1.0, 3, 0.5, 10.0)]
     assert sqlite_views.checkpoints(tmp_path, "r") == [(40, "there")]
+
+
+def test_measurements_of_a_run_of_months_are_few_and_spread_over_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_views, "MAX_METRICS", 16)
+    opened = SqliteViews(tmp_path)
+    opened.put_metric("other", MetricRow(0.0, 1, 0.5, 1.0))
+    for second in range(1000):
+        opened.put_metric("r", MetricRow(float(second), second, 0.5, 1.0))
+        if second == 500:  # a coordinator that is started again goes on at the same pace
+            opened.close()
+            opened = SqliteViews(tmp_path)
+    opened.close()
+    steps = [row.step for row in sqlite_views.metrics(tmp_path, "r")]
+    assert 8 <= len(steps) <= 16
+    assert (steps[0], steps[-1] > 850) == (0, True)
+    gaps = [later - step for step, later in itertools.pairwise(steps)]
+    assert max(gaps) <= 3 * min(gaps)
+    assert len(sqlite_views.metrics(tmp_path, "other")) == 1
 
 
 def test_row_that_sqlite_cannot_hold_costs_that_row_only(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from shoal.agent.project_files import ProjectCache
 from shoal.core import exit_causes
 from shoal.errors import MembershipError, ProjectDeliveryFailed, ShoalError, WarmProcessFailed
 from shoal.wire.agent_messages import LogLinesMsg, MemberExitedMsg, MemberStartedMsg, StartMemberMsg
+from shoal.wire.malformed import MALFORMED
 
 log = logging.getLogger("shoal.agent")
 
@@ -157,7 +158,7 @@ class MemberProcesses:
             fork = self._fork_request(key, member, directory / f"{base}.log")
             member.warm = not fork.cold
             await self.warm.start(fork, START_WITHIN_S)
-        except (ShoalError, OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - a start that is never reported as failed keeps its run waiting
             self._on_start_failed(key, error)
 
     def _on_start(self, key: str, pid: int) -> None:
@@ -228,7 +229,7 @@ class MemberProcesses:
         sharing = self._context.slots or (int(max_members) if max_members.isdigit() else self._cores)
         return max(1, self._cores // max(1, sharing))
 
-    def _on_start_failed(self, key: str, error: ShoalError | OSError | ValueError) -> None:
+    def _on_start_failed(self, key: str, error: Exception) -> None:
         if (member := self._alive.get(key)) is None:
             return
         code = error.code if isinstance(error, ShoalError) else "S402"
@@ -361,7 +362,7 @@ def _file_name(text: str) -> str:
 def _settings(env: Mapping[str, str]) -> dict[str, object]:
     try:
         return msgspec.json.decode(env.get("SHOAL_SETTINGS") or "{}", type=dict[str, object])
-    except msgspec.DecodeError:
+    except MALFORMED:
         return {}
 
 
@@ -369,5 +370,5 @@ def _recorded_exception(path: Path) -> exit_causes.RecordedException | None:
     """Return the uncaught exception that a member recorded, if any."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=exit_causes.RecordedException)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *MALFORMED):
         return None

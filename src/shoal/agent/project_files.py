@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
@@ -56,6 +57,8 @@ class ProjectCache:
         return directory
 
     def _fetch(self, digest: str) -> Path:
+        if not project.DIGEST.fullmatch(digest):
+            raise ProjectDeliveryFailed("invalid name of a project", why=repr(digest[:80]))
         path = self._cache / digest
         for attempt in range(1, ATTEMPTS + 1):
             with contextlib.suppress(FileNotFoundError):
@@ -63,7 +66,7 @@ class ProjectCache:
                 return path
             try:
                 self._download(digest, path)
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 if attempt == ATTEMPTS:
                     raise ProjectDeliveryFailed("cannot fetch the project", where=self.url, why=str(error)) from error
                 time.sleep(0.2 * 2**attempt)

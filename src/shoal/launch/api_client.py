@@ -34,6 +34,7 @@ from shoal.wire.api import (
     StoryLine,
 )
 from shoal.wire.machine_check import CheckRequest, CheckResult
+from shoal.wire.malformed import MALFORMED
 from shoal.wire.protocol import PROTOCOL
 
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class ApiClient:
             raise _error_of(status, data, self.url)
         try:
             reply: T = msgspec.json.decode(data or b"null", type=kind)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise errors.BadMessage(
                 "the coordinator sent an invalid response", where=f"{self.url}{path}", why=str(error)
             ) from error
@@ -252,7 +253,7 @@ def _error_of(status: int, data: bytes, url: str) -> errors.ShoalError:
     """Return the error that a response describes."""
     try:
         problem = msgspec.json.decode(data, type=ErrorView)
-    except msgspec.DecodeError:
+    except MALFORMED:
         text = data[:200].decode(errors="replace")
         return errors.MembershipError(f"the coordinator answered HTTP status {status}", where=url, why=text)
     return errors.from_code(problem.code, problem.what, where=problem.where or url, why=problem.why, do=problem.do)

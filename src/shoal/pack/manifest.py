@@ -74,7 +74,7 @@ def read(directory: Path, token: str) -> PackManifest:
         )
     try:
         return msgspec.json.decode(data, type=PackManifest)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PackDamaged(
             "the pack of this run was written by another version", where=str(directory), why=str(error)
         ) from error

@@ -124,7 +124,7 @@ def decode(data: bytes, where: str = "") -> Project:
     """Return the project in a blob; raise PackDamaged for paths outside its directory and for invalid hashes."""
     try:
         project = msgspec.json.decode(data, type=Project)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # not only msgspec's own: also text that is not UTF-8
         raise PackDamaged("the project of this run cannot be read", where=where, why=str(error)) from error
     for entry in project.files:
         path = PurePosixPath(entry.path)

@@ -25,6 +25,7 @@ from shoal.errors import ShoalError, from_code
 from shoal.store.blob_store import SCHEME, Blob, CoordinatorAccess
 from shoal.wire import credentials
 from shoal.wire.api import ErrorView, FilePage
+from shoal.wire.malformed import MALFORMED
 
 PIECE_BYTES = 4 << 20
 TIMEOUT_S = 30.0
@@ -87,7 +88,7 @@ class CoordinatorStore:
         data = self._request("GET", f"{self._at}?{query}").read()
         try:
             return msgspec.json.decode(data, type=FilePage)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise OSError(errno.EIO, f"malformed reply of the coordinator: {error}") from error
 
     def list(self, prefix: str = "") -> list[Blob]:
@@ -243,7 +244,7 @@ def _refusal(status: int, data: bytes) -> OSError:
         problem = msgspec.json.decode(data, type=ErrorView)
         text = f"{problem.what}: {problem.why}" if problem.why else problem.what
         cause = from_code(**msgspec.structs.asdict(problem))
-    except msgspec.DecodeError:
+    except MALFORMED:
         text = f"the coordinator answered {status}: {data[:200].decode(errors='replace')}"
     refusal = OSError(_MEANING.get(status, errno.EIO), text)
     refusal.__cause__ = cause

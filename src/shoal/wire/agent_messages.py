@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from shoal.core.fleet.state import MAX_MEMBERS
 from shoal.core.runs.spec import MachineInfo
-from shoal.wire.limits import MAX_ITEMS, Amount, Bytes, Count, Integer, Labels, Name, Seconds, Text, Texts
+from shoal.wire.limits import MAX_ITEMS, Amount, Bytes, Count, Digest, Integer, Labels, Name, Seconds, Text, Texts
 from shoal.wire.machine_check import CheckRequest, CheckResult
 from shoal.wire.protocol import Message, RejectedMsg
 
@@ -117,7 +117,7 @@ class StartMemberMsg(Message, frozen=True):
     env: Labels
     module: bool = False
     restart: bool = False
-    project: Name = ""
+    project: Digest = ""
 
 
 class StopMemberMsg(Message, frozen=True):

@@ -21,6 +21,7 @@ from shoal.wire.limits import (
     MAX_NAME,
     Bytes,
     Count,
+    Digest,
     EpochSeconds,
     Integer,
     Labels,
@@ -60,7 +61,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resume: bool = False
     roles: Annotated[dict[Name, SubmitRole], Meta(max_length=MAX_NAME)] = {}
     on: Names = ()
-    project: Name = ""
+    project: Digest = ""
     priority: Integer = 0
     where: Labels = {}
     budget: Real | None = None

@@ -49,6 +49,8 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_ITEMS)]
 Texts = Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)]
 Labels = Annotated[dict[Name, Text], Meta(max_length=MAX_ITEMS)]
+# The name of a blob, "" for none. Such a name becomes part of a path, so it must not be anything else.
+Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z", max_length=64)]
 Metrics = Annotated[dict[Name, Measurement], Meta(max_length=MAX_METRICS)]
 SettingValue = Text | Integer | Real | bool
 SettingValues = Annotated[dict[Name, SettingValue], Meta(max_length=MAX_NAME)]

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.errors import BadPool
 from shoal.wire.limits import Count, EpochSeconds, Texts
+from shoal.wire.malformed import MALFORMED
 
 FILE = "pools.json"
 URLS = "urls"
@@ -53,7 +54,7 @@ def read_pools(directory: Path) -> CoordinatorPools | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=CoordinatorPools)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise BadPool("the pools of this coordinator cannot be read", where=str(path), why=str(error)) from error
 
 
@@ -80,5 +81,5 @@ def read_release_progress(directory: Path) -> ReleaseProgress | None:
     """Return what an ending coordinator still has to release, or None if it has not said so."""
     try:
         return msgspec.json.decode((directory / RELEASING).read_bytes(), type=ReleaseProgress)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, *MALFORMED):
         return None

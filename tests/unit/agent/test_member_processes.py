@@ -13,7 +13,7 @@ from shoal.agent.outbox import Outbox
 from shoal.agent.project_files import ProjectCache
 from shoal.launch.settings_layers import RESERVED_VARIABLES
 from shoal.settings import declared
-from shoal.wire.agent_messages import StartMemberMsg
+from shoal.wire.agent_messages import MemberExitedMsg, StartMemberMsg
 
 
 class LaidOut(ProjectCache):
@@ -74,3 +74,16 @@ def test_variable_of_a_member_is_never_that_of_a_setting(tmp_path: Path) -> None
     assert "SHOAL_MEMBER_HOSTS" in names
     assert names.isdisjoint(info.variable for info in declared())
     assert all(RESERVED_VARIABLES.fullmatch(name) for name in names)
+
+
+def test_start_that_fails_unexpectedly_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start() -> list[MemberExitedMsg]:
+        context = AgentContext("http://127.0.0.1:1", "token", tmp_path, None, "", {}, tmp_path / "cache")
+        outbox = Outbox()
+        members = MemberProcesses(context, (), outbox)
+        monkeypatch.setattr(members, "_fork_request", lambda *_: {}["bug"])
+        await members.start(StartMemberMsg("r", "m", "i", ("train.py",), str(tmp_path), {}))
+        return [message for message in outbox._events if isinstance(message, MemberExitedMsg)]
+
+    [exited] = asyncio.run(start())
+    assert (exited.member, exited.cause, "bug" in exited.detail) == ("m", "infrastructure", True)

@@ -6,7 +6,10 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from shoal.agent.project_files import UNUSED_S, ProjectCache
+from shoal.errors import ProjectDeliveryFailed
 from shoal.pack import project
 
 
@@ -27,3 +30,11 @@ def test_unused_blobs_are_removed_and_used_ones_stay(tmp_path: Path) -> None:
     projects = ProjectCache("http://unused", "no token", cache, tmp_path / "runs")
     assert (projects.lay_out(name, "r") / "train.py").read_text() == "print(1)"
     assert {path.name for path in cache.iterdir()} == {*used, recent.name}
+
+
+@pytest.mark.parametrize("name", ["../secret", "\n\x1b[2J", "0" * 63, "0" * 64 + "\n", "/etc/passwd"])
+def test_name_of_a_project_never_leads_out_of_the_cache(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_text("private")
+    projects = ProjectCache("http://unused", "no token", tmp_path / "cache", tmp_path / "runs")
+    with pytest.raises(ProjectDeliveryFailed, match="invalid name"):
+        projects.lay_out(name, "r")

@@ -184,3 +184,9 @@ def test_invalid_hash_in_a_project_is_rejected(digest: str) -> None:
     _, data = project.encode(Project((ProjectFile("train.py", digest, 1),)))
     with pytest.raises(PackDamaged, match="invalid hash"):
         project.decode(data)
+
+
+@pytest.mark.parametrize("data", [b'"\xff"', b"[" * 100_000, b"{", b"null"])
+def test_blob_that_is_no_project_is_called_damaged(data: bytes) -> None:
+    with pytest.raises(PackDamaged):
+        project.decode(data)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+import pytest
+
 from shoal.wire import codec, limits
 from shoal.wire import member_messages as ms
+from shoal.wire.api import SubmitRequest
 
 
 def test_long_cause_arrives_with_its_beginning_and_its_end() -> None:
@@ -37,3 +41,11 @@ def test_nan_of_the_users_own_metric_passes() -> None:
     assert received.loss is not None
     assert math.isnan(received.loss)
     assert received.metrics == {"kl": math.inf}
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "\n", "0" * 63, "0" * 64 + "\n", "A" * 64, "\0"])
+def test_project_of_a_run_is_named_by_its_hash_and_nothing_else(name: str) -> None:
+    fields = {"name": "r", "argv": ["train.py"], "cwd": "/", "members": [1, 1]}
+    assert msgspec.convert(fields | {"project": "0" * 64}, SubmitRequest).project == "0" * 64
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(fields | {"project": name}, SubmitRequest)

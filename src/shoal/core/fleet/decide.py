@@ -363,10 +363,10 @@ def _on_run_scaled(draft: FleetDraft, event: fe.RunScaled) -> None:
         return
     staying = [p for p in draft.of_run(event.run) if p.status != ENDING and draft.is_usable(p.agent)]
     staying = [p for p in staying if p.role == TRAINER]
-    # Agents with a fixed number of slots keep them filled with spares.
-    elastic = [p for p in staying if draft.agents[p.agent].slots is None]
+    # Agents with a fixed number of slots keep them filled with spares, which do not replace a member that trains.
+    elastic = [p for p in staying if draft.agents[p.agent].slots is None and p.member not in event.keep]
     extra = max(0, len(staying) - event.max_members)
-    elastic.sort(key=lambda p: (p.status in (STARTING, RUNNING), p.member in event.keep, -p.order))
+    elastic.sort(key=lambda p: (p.status in (STARTING, RUNNING), -p.order))
     for p in elastic[:extra]:
         draft.stop(p, f"scaled to at most {counted(event.max_members, 'member')}", draft.state.timeouts.grace_s)
 

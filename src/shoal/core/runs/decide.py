@@ -241,8 +241,7 @@ class _Cascade:
             case ev.MemberConnected(member):
                 self._then(self._fleet, fe.MemberResponsive(run.name, member))
             case ev.ScaleRequested(low, high):
-                keep = tuple(seat.member for seat in before.world.seats[:high]) if before.world else ()
-                self._then(self._fleet, fe.RunScaled(run.name, low, high, keep))
+                self._then(self._fleet, fe.RunScaled(run.name, low, high, _holders(before)[:high]))
             case ev.CheckpointWritten(_, step, path) if run.evaluation.members:
                 self._instruct(run.name, evaluation.AnnounceCheckpoint(tuple(run.evaluation.members), step, path))
 
@@ -435,3 +434,15 @@ def _blame(run: RunState, reason: str) -> str:
 def _server_processes(run: RunState) -> int:
     """Return how many processes hold parameters: Shoal's servers or TensorFlow's."""
     return server_count(run.settings) if run.spec.compat == launcher_env.PS else run.membership.settings.servers
+
+
+def _holders(state: MembershipState) -> tuple[str, ...]:
+    """Return the members of the world; without a world those that train with servers or hold the state, by rank."""
+    if state.world is not None:
+        return tuple(seat.member for seat in state.world.seats)
+    held = [
+        m
+        for m in state.members.values()
+        if m.status in (membership.TRAINING, membership.REGROUPING) or m.step is not None
+    ]
+    return tuple(m.name for m in sorted(held, key=lambda m: m.rank))

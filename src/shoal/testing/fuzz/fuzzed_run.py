@@ -111,6 +111,7 @@ class FuzzedRun:
                 self._note_use()
             self.fuzzer.send(min(BATCH, messages - sent))
             sent += BATCH
+            assert self._run.process.poll() is None, f"the run ended:\n{self._run.output[-3000:]}"
             assert self._ask("/v1/health"), "the coordinator does not answer"
             assert not self.fuzzer.late, f"not answered in time: {self.fuzzer.late}"
         self._note_use()

@@ -55,6 +55,7 @@ MAX_BURST = 24
 # Turns, not messages: a turn of strangers is one message, the others send up to MAX_BURST each.
 WEIGHTS = {"strangers": 30, "peers": 3, "http": 2, "websocket": 3}
 PORTS_EVERY = 200
+MAX_REFUSED = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class PortFuzzer:
     def send(self, messages: int) -> None:
         """Send so many messages, to ports and of kinds by chance."""
         kinds, weights = zip(*WEIGHTS.items(), strict=True)
-        until, turn = self.sent.total() + messages, 0
+        until, turn, refused = self.sent.total() + messages, 0, 0
         while (remaining := until - self.sent.total()) > 0:
             if turn % PORTS_EVERY == 0:
                 self._targets = self._ports()
@@ -113,8 +114,11 @@ class PortFuzzer:
             kind = self.dice.choices(kinds, weights)[0]
             try:
                 self.sent[kind] += getattr(self, f"_send_{kind}")(min(MAX_BURST, remaining))
+                refused = 0
             except (OSError, ExchangeBroken):
                 self.unanswered[kind] += 1
+                refused += 1
+                assert refused < MAX_REFUSED, "no port answers any more"
         self.late.update(self._awaited.drain())
 
     def close(self) -> None:

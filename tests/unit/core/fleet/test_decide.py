@@ -275,6 +275,14 @@ def test_scaling_down_stops_members_outside_the_world_first() -> None:
     assert fleet.exit("lab/0", "preempted").started() == []
 
 
+def test_scaling_never_stops_a_member_that_trains_for_a_spare_elsewhere() -> None:
+    fleet = with_run(2, 3).on(fe.AgentConnected("big", 8, "h"))
+    assert len(fleet.started()) == 8, "the other machine is full of spares"
+    seated = ("lab/0", "lab/1", "lab/2")
+    assert fleet.on(fe.RunScaled("r", 2, 3, keep=seated)).of(fe.StopProcess) == []
+    assert [i.member for i in fleet.on(fe.RunScaled("r", 2, 2, keep=seated[:2])).of(fe.StopProcess)] == ["lab/2"]
+
+
 def test_stopping_run_ends_with_its_last_process() -> None:
     fleet = with_run(1, 2)
     fleet.on(fe.RunStopping("r", 75, 30.0, "asked"))

@@ -1,6 +1,6 @@
 """Train a model of a few hundred thousand parameters, and leave the loop at step AT as HOW says; WHO names who does.
 
-The member SLOW applies the sum of step AT, or of every step from AT on if HOW is "never", a second after the others.
+The member SLOW applies the sum of step AT, or of every step from AT on if HOW is "endless", a second after the others.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def is_first_try(member: str) -> bool:
 
 def train(run: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     data = torch.utils.data.TensorDataset(torch.randn(96, 256, generator=torch.Generator().manual_seed(1)))
-    for (x,) in run.batches(data, size=32, epochs=STEPS // 3, seed=3):
+    epochs = 100_000 if HOW == "endless" else STEPS // 3
+    for (x,) in run.batches(data, size=32, epochs=epochs, seed=3):
         run.backward((model(x) ** 2).mean())
-        if run.member == SLOW and (run.step + 1 == AT or (HOW == "never" and run.step + 1 > AT)):
+        if run.member == SLOW and (run.step + 1 == AT or (HOW == "endless" and run.step + 1 > AT)):
             record("late", step=run.step + 1)
             time.sleep(1.0)
         optimizer.step()

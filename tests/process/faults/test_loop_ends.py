@@ -101,7 +101,7 @@ def test_slow_member_completes_the_last_step(tmp_path: Path) -> None:
 
 
 def test_slow_member_completes_the_step_after_which_the_run_stops(tmp_path: Path) -> None:
-    with run_that_ends(tmp_path, "never", slow="local/1") as run:
+    with run_that_ends(tmp_path, "endless", slow="local/1") as run:
         run.until(lambda: run.events_of("late"), "a step that one member applies later")
         run.shoal("stop", run.name)
         run.finish(exit_code=75)
@@ -111,11 +111,12 @@ def test_slow_member_completes_the_step_after_which_the_run_stops(tmp_path: Path
 
 
 def test_slow_member_completes_the_step_after_which_another_leaves(tmp_path: Path) -> None:
-    with run_that_ends(tmp_path, "never", members="1:3", slow="local/1") as run:
+    with run_that_ends(tmp_path, "endless", members="1:3", slow="local/1") as run:
         run.until(lambda: run.events_of("late"), "a step that one member applies later")
         run.kill("local/0", signal.SIGTERM)
-        run.finish()
-        assert run.journal("MemberLeft")
+        run.until(lambda: run.journal("MemberLeft"), "that it has left")
+        run.shoal("stop", run.name)
+        run.finish(exit_code=75)
         check_that_no_step_was_computed_again(run)
 
 

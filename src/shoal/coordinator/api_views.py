@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 from shoal.coordinator.connections import AgentConnection
-from shoal.coordinator.live_state import LiveRun, measure_progress
+from shoal.coordinator.live_state import LiveRun, measure_progress, trainers_of_servers
 from shoal.core.fleet import decide as fl
 from shoal.core.membership import decide as mb
-from shoal.core.membership.state import EVALUATOR, SERVER, TRAINER
+from shoal.core.membership.state import EVALUATOR, SERVER
 from shoal.core.nouns import counted
 from shoal.core.placement import describe_uncopied
 from shoal.core.provisioning import decide as provisioning
@@ -19,7 +19,17 @@ from shoal.core.provisioning.costs import Account, MachineCost
 from shoal.core.provisioning.events import PoolInfo
 from shoal.core.runs import queue
 from shoal.core.runs.state import CoordinatorState, RunState
-from shoal.wire.api import AdjustmentView, AgentView, CostView, ErrorView, EvaluationView, MemberView, PoolView, RunView
+from shoal.wire.api import (
+    AdjustmentView,
+    AgentView,
+    CostView,
+    ErrorView,
+    EvaluationView,
+    ForecastView,
+    MemberView,
+    PoolView,
+    RunView,
+)
 from shoal.wire.member_messages import HeartbeatMsg, StepTimes
 
 
@@ -72,7 +82,19 @@ def run_view(run: RunState, state: CoordinatorState, live: LiveRun, directory: s
         cwd=run.spec.cwd,
         settings=dict(run.spec.settings),
         uncopied=describe_uncopied(membership.placement) if membership.placement is not None else "",
+        forecast=_forecast(run, live, status, now),
     )
+
+
+def _forecast(run: RunState, live: LiveRun, status: str, now: float) -> ForecastView | None:
+    """Return when the run will be done, None if it is or has not begun."""
+    if run.has_ended or run.membership.finished or status == "starting":
+        return None
+    if run.spec.compat:
+        return ForecastView(unknown="the script does not use Shoal and reports no steps")
+    if status != "training":
+        return ForecastView(unknown=f"the run is {status}")
+    return ForecastView(**asdict(live.forecast.time_left(now)))
 
 
 def _costs(run: RunState, state: CoordinatorState, now: float) -> dict[str, Any]:
@@ -154,19 +176,12 @@ def _status_reason_size(run: RunState, state: CoordinatorState) -> tuple[str, st
     if empty and (machines := feasibility.describe_wait(state.provisioning, run.spec.on)):
         return run.shown_status, machines, 0
     if run.has_ended or not run.spec.compat or desired is None or desired.status == fl.STOPPING:
-        return run.shown_status, run.reason, world.size if world is not None else _served_trainers(run)
+        return run.shown_status, run.reason, world.size if world is not None else trainers_of_servers(run)
     if desired.restart_reason:
         return "waiting", f"all members restart: {desired.restart_reason}", 0
     if running := sum(process.status in (fl.RUNNING, fl.DONE) for process in processes):
         return "training", f"{counted(running, 'member')} of an unmodified script, start {desired.generation}", running
     return "starting", f"waiting for at least {counted(desired.min_members, 'slot')}", 0
-
-
-def _served_trainers(run: RunState) -> int:
-    """Return how many members train in a run with parameter servers, which has no worlds."""
-    if run.membership.placement is None:
-        return 0
-    return sum(m.role == TRAINER and m.status == mb.TRAINING for m in run.membership.members.values())
 
 
 def _members(run: RunState, state: CoordinatorState, live: LiveRun, now: float) -> tuple[MemberView, ...]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 
 from shoal.coordinator.connections import AgentConnection, Connection, MemberConnection
+from shoal.core.forecast.time_left import ProgressForecast
 from shoal.core.membership import decide as mb
 from shoal.core.membership.leases import CoordinatorReachability
 from shoal.core.membership.state import TRAINER
@@ -38,7 +39,7 @@ class LiveRun:
     """
 
     __slots__ = (
-        *("connections", "heartbeats", "leases", "measured_at", "progress", "reachability"),
+        *("connections", "forecast", "heartbeats", "leases", "measured_at", "progress", "reachability"),
         *("step_recorded_at", "unrecorded_step"),
     )
 
@@ -48,6 +49,7 @@ class LiveRun:
         self.heartbeats: dict[str, HeartbeatMsg] = {}
         self.reachability: CoordinatorReachability | None = None
         self.progress: ProgressMeasured | None = None
+        self.forecast = ProgressForecast()
         self.measured_at = 0.0
         self.unrecorded_step = 0
         self.step_recorded_at = 0.0
@@ -109,6 +111,13 @@ def measure_progress(run: RunState, live: LiveRun) -> ProgressMeasured | None:
         noise=latest.noise,
         idle=latest.idle,
     )
+
+
+def trainers_of_servers(run: RunState) -> int:
+    """Return how many members train in a run with parameter servers, which has no worlds."""
+    if run.membership.placement is None:
+        return 0
+    return sum(m.role == TRAINER and m.status == mb.TRAINING for m in run.membership.members.values())
 
 
 def progress_shown(view: RunView) -> ProgressMeasured:

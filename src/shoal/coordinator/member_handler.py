@@ -16,7 +16,7 @@ from functools import partial
 
 from shoal.coordinator import dispatch
 from shoal.coordinator.connections import MemberConnection, accept_version, reject_unstorable
-from shoal.coordinator.live_state import LiveRun, has_progressed, measure_progress
+from shoal.coordinator.live_state import LiveRun, has_progressed, measure_progress, trainers_of_servers
 from shoal.coordinator.service import CoordinatorService
 from shoal.core.fleet import decide as fl
 from shoal.core.membership import decide as mb
@@ -226,6 +226,10 @@ class MemberHandler:
     def _record_progress(self, run: RunState, live: LiveRun, now: float) -> None:
         progress = measure_progress(run, live)
         live.measured_at = now
+        if progress is not None:
+            world = run.membership.world
+            size = world.size if world is not None else trainers_of_servers(run)
+            live.forecast.observe(now, progress.step, progress.total_steps, world.number if world else None, size)
         if progress is None or not has_progressed(progress, live.progress):
             return
         self._service.measured(run.name, progress)

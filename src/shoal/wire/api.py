@@ -19,6 +19,7 @@ from shoal.wire.limits import (
     MAX_FILES,
     MAX_ITEMS,
     MAX_NAME,
+    Amount,
     Bytes,
     Count,
     Digest,
@@ -128,6 +129,22 @@ class EvaluationView(msgspec.Struct, frozen=True):
     export: Text = ""
 
 
+class ForecastView(msgspec.Struct, frozen=True):
+    """The seconds until the last step and the interval in which they lie with probability `coverage`.
+
+    If they cannot be foretold, `seconds` is None and `unknown` says why. `source` says what the figures come from, and
+    `changed` why they differ from those before the last change of world.
+    """
+
+    seconds: Amount | None = None
+    low_s: Amount = 0.0
+    high_s: Amount = 0.0
+    coverage: Real = 0.0
+    source: Text = ""
+    unknown: Text = ""
+    changed: Text = ""
+
+
 class CostView(msgspec.Struct, frozen=True):
     """Machine seconds, their cost, and what was saved compared with the price of machines that are never preempted.
 
@@ -177,7 +194,7 @@ class RunView(msgspec.Struct, frozen=True):
     `cost` is that of the machines allocated for it, `costs` the same by pool, `rate_per_h` the present cost of an hour,
     and `budget` the limit of the total, None for no limit.
 
-    `uncopied` names the parts of a state on servers that only one server has.
+    `uncopied` names the parts of a state on servers that only one server has. `forecast` is the time left.
     """
 
     run: Name
@@ -226,6 +243,7 @@ class RunView(msgspec.Struct, frozen=True):
     cwd: Text = ""
     settings: SettingValues = {}
     uncopied: Text = ""
+    forecast: ForecastView | None = None
 
 
 class AgentView(msgspec.Struct, frozen=True):

@@ -48,8 +48,28 @@ def progress(view: RunView) -> str:
         parts.append(f"loss {view.loss:.4g}")
     if view.samples_per_s:
         parts.append(f"{table.count(view.samples_per_s)} samples/s")
-    parts.append(members(view))
+    parts += [members(view), *filter(None, [time_left(view)])]
     return "  ".join(parts) if view.status == "training" else "  ".join([view.status, *parts, view.reason]).rstrip()
+
+
+def time_left(view: RunView) -> str:
+    """Return the time left in a few words, empty if it is not known."""
+    forecast = view.forecast
+    return f"about {table.rough(forecast.seconds)} left" if forecast and forecast.seconds is not None else ""
+
+
+def forecast(view: RunView) -> str:
+    """Return the time left with its interval, its source and what it will cost, or why it is unknown."""
+    left = view.forecast
+    if left is None:
+        return ""
+    if left.seconds is None:
+        return f"unknown: {left.unknown}"
+    bounds = f"{table.rough(left.low_s)} to {table.rough(left.high_s)} in {left.coverage:.0%} of cases"
+    parts = [f"about {table.rough(left.seconds)} ({bounds}), from {left.source}"]
+    if view.rate_per_h:
+        parts.append(f"{view.rate_per_h * left.seconds / 3600:.2f} more to spend")
+    return "; ".join([*parts, left.changed] if left.changed else parts)
 
 
 def members(view: RunView) -> str:

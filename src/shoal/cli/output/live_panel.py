@@ -19,7 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.output import table
-from shoal.cli.output.lines import STEP_PARTS, adjustments, efficiency, evaluation, members, sentence, step_times
+from shoal.cli.output.lines import (
+    STEP_PARTS,
+    adjustments,
+    efficiency,
+    evaluation,
+    members,
+    sentence,
+    step_times,
+    time_left,
+)
 from shoal.wire.api import MemberView, RunView, StoryLine
 
 MARGIN = 5
@@ -120,6 +129,7 @@ def _facts(view: RunView, now: float) -> list[str]:
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4g}")
     parts += [f"{table.count(view.samples_per_s)} samples/s", members(view), table.span(now - view.started)]
+    parts += filter(None, [time_left(view)])
     shown = [name for name in view.metrics if name != "loss"][:4]
     return parts + [f"{name} {view.metrics[name]:.4g}" for name in shown]
 

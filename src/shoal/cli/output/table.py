@@ -34,6 +34,15 @@ def span(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def rough(seconds: float) -> str:
+    """Return a time span as one says an estimate: 45 s, 12 min, 1 h 40 min, 3 d 4 h."""
+    if seconds < 90:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return span(round(seconds / 600) * 600)
+
+
 def short(seconds: float) -> str:
     """Return a time span to a tenth of a millisecond: 0.3 ms, 21 ms, 4.2 s."""
     return f"{max(0.0, seconds) * 1000:.1f} ms" if seconds < 0.00995 else span(seconds)

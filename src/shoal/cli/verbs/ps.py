@@ -16,7 +16,7 @@ from shoal.wire.api import RunView
 
 ENDED_SHOWN = 10
 # The columns from this one on are shown only if some run has a value for them.
-FIRST_OPTIONAL = 9
+FIRST_OPTIONAL = 10
 
 
 @click.command()
@@ -65,6 +65,7 @@ def text(views: list[RunView], now: float) -> str:
             f"{view.world_size} ({view.members_min}:{view.members_max})",
             table.moment(view.started, now),
             table.span((view.ended or now) - view.started),
+            table.rough(view.forecast.seconds) if view.forecast and view.forecast.seconds is not None else "",
             "" if view.loss is None else f"{view.loss:.4g}",
             view.user or "-",
             f"{view.cost.spent:.2f}" if view.cost is not None and view.cost.spent else "-",
@@ -72,6 +73,6 @@ def text(views: list[RunView], now: float) -> str:
         )
         for view in views
     ]
-    head = ("run", "name", "status", "step", "members", "started", "time", "loss", "user", "spent", "waits for")
+    head = ("run", "name", "status", "step", "members", "started", "time", "left", "loss", "user", "spent", "waits for")
     shown = [index for index in range(len(head)) if index < FIRST_OPTIONAL or any(row[index] != "-" for row in rows)]
     return table.columns([head[index] for index in shown], [[row[index] for index in shown] for row in rows])

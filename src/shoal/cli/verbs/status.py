@@ -20,6 +20,7 @@ from shoal.cli.output.lines import (
     efficiency,
     evaluation,
     event_files,
+    forecast,
     progress,
     step_times,
 )
@@ -83,6 +84,7 @@ def text(view: RunView, now: float, *, live: bool) -> str:
         f"progress    {progress(view)}",
         f"started     {table.moment(view.started, now)}",
         f"time        {table.span((view.ended or now) - view.started)}",
+        *([f"time left   {left}"] if (left := forecast(view)) and active else []),
         f"members     {view.losses} lost, {view.joins} joined",
     ]
     if view.cost is not None:

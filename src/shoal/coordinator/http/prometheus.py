@@ -23,6 +23,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[RunView], float | None]], ...] = (
     ("shoal_run_samples_per_second", "Samples per second", lambda run: run.samples_per_s),
     ("shoal_run_batch", "Samples in a global batch", lambda run: run.batch or None),
     ("shoal_run_noise_scale", "Gradient noise scale in samples", lambda run: run.noise),
+    (
+        "shoal_run_seconds_left",
+        "Seconds until the last step, as foretold",
+        lambda run: run.forecast.seconds if run.forecast else None,
+    ),
     ("shoal_run_checkpoint_step", "Step of the newest checkpoint", lambda run: run.checkpoint_step),
     ("shoal_run_evaluated_step", "Step of the latest evaluation", lambda run: _evaluation(run, "step")),
     ("shoal_run_best_step", "Step of the best evaluation", lambda run: _evaluation(run, "best_step")),

@@ -92,6 +92,7 @@ def scalars_of(view: RunView, step_s: float) -> dict[str, float]:
         "training/epoch": view.epoch,
         "speed/samples_per_s": view.samples_per_s or None,
         "speed/step_s": step_s or None,
+        "speed/seconds_left": view.forecast.seconds if view.forecast is not None else None,
         "batch/samples": view.batch or None,
         "batch/noise_scale": view.noise,
         "idle/now": view.idle_now,

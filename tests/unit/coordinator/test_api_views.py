@@ -96,6 +96,8 @@ def test_compat_run_is_shown_by_its_processes() -> None:
         apply(state, "c", fe.ProcessStarted("c", process.member, process.incarnation, 1, False), 3.0)
     view = api_views.run_view(state.runs["c"], state, LiveRun(), "d", 4.0)
     assert (view.status, view.world_size) == ("training", 2)
+    assert view.forecast is not None
+    assert "reports no steps" in view.forecast.unknown
 
 
 def test_members_without_a_seat_are_spares() -> None:
@@ -149,3 +151,18 @@ def test_usual_step_is_that_of_the_slowest_member() -> None:
         "m/1": HeartbeatMsg(1, 7, "compute", 0.0, usual_step_s=0.3),
     }
     assert usual_step_s(live) == 0.3
+
+
+def test_time_left_is_foretold_while_the_run_trains() -> None:
+    state, live = trained_by(2), LiveRun()
+    run = state.runs["r"]
+    for second in range(20):
+        live.forecast.observe(float(second), 10 * second, 1000, run.membership.world.number, 2)
+    shown = api_views.run_view(run, state, live, "", 19.0).forecast
+    assert shown is not None
+    assert (shown.seconds, shown.source) == (81.0, "190 steps of this run")
+    assert shown.low_s < 81.0 < shown.high_s
+    apply(state, "r", run_events.UserStopRequested("stop", True, 30.0), 20.0)
+    shown = api_views.run_view(run, state, live, "", 21.0).forecast
+    assert shown is not None
+    assert shown.unknown == "the run is stopping"

@@ -65,7 +65,7 @@ def forecast(view: RunView) -> str:
         return ""
     if left.seconds is None:
         return f"unknown: {left.unknown}"
-    bounds = f"{table.rough(left.low_s)} to {table.rough(left.high_s)} in {left.coverage:.0%} of cases"
+    bounds = f"{table.rough(left.low_s)} to {table.rough(left.high_s)} in {table.percent(left.coverage)} of cases"
     parts = [f"about {table.rough(left.seconds)} ({bounds}), from {left.source}"]
     if view.rate_per_h:
         parts.append(f"{view.rate_per_h * left.seconds / 3600:.2f} more to spend")

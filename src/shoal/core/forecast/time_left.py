@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shoal.core.forecast import step_time
 from shoal.core.forecast.blocks import BlockLog
 from shoal.core.forecast.estimate import COVERAGE, Estimate
+from shoal.core.nouns import counted
 
 # Relative error of a step time that was scaled from another number of members.
 SCALED_SD = 0.3
@@ -64,7 +65,7 @@ class ProgressForecast:
         change = step_time.trend(self._log.blocks)
         if change:
             slower = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
-            return TimeLeft(unknown=f"steps have become steadily {slower}, and nobody knows how that goes on")
+            return TimeLeft(unknown=f"steps have become steadily {slower}, so the rest cannot be foretold")
         estimate, source = self._step_time(steps)
         if estimate is None:
             return TimeLeft(unknown="no step has been measured yet")
@@ -77,12 +78,14 @@ class ProgressForecast:
     def _step_time(self, steps: int) -> tuple[Estimate | None, str]:
         blocks, before = self._log.blocks, self._before
         if len(blocks) >= step_time.MIN_BLOCKS or (blocks and before is None):
-            return step_time.step_time(blocks, steps), f"{sum(block.steps for block in blocks)} steps of this run"
+            return step_time.step_time(
+                blocks, steps
+            ), f"{counted(sum(block.steps for block in blocks), 'step')} of this run"
         if before is None or not before.members or not self._members:
             return None, ""
         scaled = before.step_s.times(before.members / self._members)
         wide = Estimate(scaled.value, SCALED_SD * scaled.value)
-        return wide, f"steps with {before.members} members, scaled to {self._members}"
+        return wide, f"steps with {counted(before.members, 'member')}, scaled to {self._members}"
 
     def _change_world(self, at: float, world: int | None, members: int) -> None:
         if self._log.blocks:
@@ -98,4 +101,5 @@ class ProgressForecast:
             return ""
         members, said_at = self._said_before
         later_s = end_at - said_at
-        return f"{members} → {self._members} members: {abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'}"
+        shift = f"{abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'}"
+        return f"{members} → {counted(self._members, 'member')}: {shift}"

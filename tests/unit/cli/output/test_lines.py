@@ -6,8 +6,17 @@ import json
 
 from tests.unit.views import run_view, story_line
 
-from shoal.cli.output.lines import JsonLines, PlainOutput, SafeDisplay, adjustments, progress, resume_advice, sentence
-from shoal.wire.api import AdjustmentView
+from shoal.cli.output.lines import (
+    JsonLines,
+    PlainOutput,
+    SafeDisplay,
+    adjustments,
+    forecast,
+    progress,
+    resume_advice,
+    sentence,
+)
+from shoal.wire.api import AdjustmentView, ForecastView
 
 
 def test_plain_lines_name_their_member_and_progress_is_periodic() -> None:
@@ -87,3 +96,18 @@ def test_resume_advice_names_the_step_where_the_run_continues() -> None:
     assert resume_advice("r", 9, None) == "shoal resume r starts over at step 0: there is no checkpoint"
     assert resume_advice("r", 9, 9) == "shoal resume r continues at step 9"
     assert resume_advice("r", 9, 8, " --url u") == "shoal resume r --url u continues at step 8 and repeats 1 step"
+
+
+def test_time_left_has_an_interval_a_source_and_a_price() -> None:
+    left = ForecastView(720.0, 600.0, 5640.0, 0.9, "340 steps of this run", changed="2 → 3 members: 40 s earlier")
+    text = "about 12 min (10 min to 1 h 30 min in 90 % of cases), from 340 steps of this run"
+    assert forecast(run_view(forecast=left)) == f"{text}; 2 → 3 members: 40 s earlier"
+    assert forecast(run_view(forecast=left, rate_per_h=3.0)).startswith(f"{text}; 0.60 more to spend")
+    assert progress(run_view(forecast=left)).endswith("  about 12 min left")
+
+
+def test_time_that_cannot_be_foretold_says_why() -> None:
+    view = run_view(forecast=ForecastView(unknown="the run is waiting"))
+    assert forecast(view) == "unknown: the run is waiting"
+    assert "left" not in progress(view)
+    assert forecast(run_view()) == ""

@@ -12,7 +12,6 @@ import argparse
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -21,6 +20,7 @@ import msgspec
 import torch
 
 from benchmarks import job
+from benchmarks.exact import time_steps
 from shoal.core.world import Address, Seat, World
 from shoal.testing.threaded_world import FixedWorldSession
 from shoal.torch.run import Run
@@ -42,16 +42,16 @@ def measure(case: str, quick: bool) -> dict[str, Any]:
     def work(rank: int) -> None:
         session, checks = _seated(rank, pairs), list[float]()
         loop = _loop(case, batch, session, checks)
-        _steps(loop, warm_up)
+        time_steps(loop, warm_up)
         checks.clear()
-        took = _steps(loop, measured)
+        took = time_steps(loop, measured)
         cost, check_s, count = sum(checks) / sum(took), median(checks or [0.0]), len(checks)
         ratios = []
         for _ in range(blocks):
             medians = {}
             for mode in ("off", "stop"):
                 session.settings = msgspec.structs.replace(session.settings, on_divergence=mode)
-                medians[mode] = median(_steps(loop, block))
+                medians[mode] = median(time_steps(loop, block))
             ratios.append(medians["stop"] / medians["off"])
         if rank == 0:
             found.update(step_ms=round(1e3 * median(took), 2), check_ms=round(1e3 * check_s, 2), checks=count)
@@ -86,15 +86,6 @@ def _loop(case: str, batch: int, session: FixedWorldSession, checks: list[float]
         if current.digest is not None:
             checks.append(current.digest.seconds)
         yield
-
-
-def _steps(loop: Iterator[None], count: int) -> list[float]:
-    took = []
-    for _ in range(count):
-        began = time.perf_counter()
-        next(loop)
-        took.append(time.perf_counter() - began)
-    return took
 
 
 def _seated(rank: int, pairs: list[Any]) -> FixedWorldSession:

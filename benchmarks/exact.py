@@ -1,7 +1,8 @@
 """`python -m benchmarks.exact`: cost of exact mode against the same micro-batches without it.
 
 Every member trains two models, one in each mode, and alternates between them block by block, so that other load on the
-machine affects both. Members are processes with a real ring between them on loopback.
+machine affects both. Each model trains in a thread of its own, as a loop refuses foreign optimizers in its thread; only
+one of them runs at a time. Members are processes with a real ring between them on loopback.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -55,19 +57,21 @@ def _member(rank: int, pairs: dict[str, list[Any]], asked: tuple[Any, ...], send
     torch.set_num_threads(1)
     model, batch, shards, blocks, steps, shares = asked
     loops = {mode: _loop(mode, _seated(rank, pairs[mode]), model, batch, shards, shares) for mode in MODES}
-    for loop in loops.values():
-        _steps(loop, WARM_UP_STEPS)
+    threads = {mode: ThreadPoolExecutor(max_workers=1) for mode in MODES}
+    for mode, loop in loops.items():
+        threads[mode].submit(time_steps, loop, WARM_UP_STEPS).result()
     medians: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
     for block in range(blocks):
         for mode in MODES if block % 2 == 0 else reversed(MODES):
             began_s = time.process_time()
-            step_s = median(_steps(loops[mode], steps))
+            step_s = median(threads[mode].submit(time_steps, loops[mode], steps).result())
             medians[mode].append((step_s, (time.process_time() - began_s) / steps))
     if rank == 0:
         send.send(medians)
 
 
-def _steps(loop: Iterator[None], count: int) -> list[float]:
+def time_steps(loop: Iterator[None], count: int) -> list[float]:
+    """Return the seconds of each of the next `count` steps of a loop."""
     took = []
     for _ in range(count):
         began = time.perf_counter()

@@ -9,7 +9,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.process.faults.checked_run import CheckedRun, checked_run
 
@@ -57,7 +56,7 @@ def wake(doomed: set[int], stopped: list[tuple[float, int]], all_members: bool =
     for item in list(stopped):
         if all_members or time.monotonic() > item[0]:
             stopped.remove(item)
-            if psutil.pid_exists(item[1]):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(item[1], signal.SIGCONT)
                 doomed.discard(item[1])
 

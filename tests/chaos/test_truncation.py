@@ -44,7 +44,7 @@ def test_what_was_acknowledged_survives_any_kill_while_the_journal_is_truncated(
                 acknowledged.append(asked)
         except (OSError, HTTPException, ValueError):
             killer.join()
-        coordinator.process.wait(60.0)
+        coordinator.process.wait(180)
         coordinator.restart()
         view = coordinator.view(run)
         # The last request may have been journaled without an answer.

@@ -55,7 +55,7 @@ class AllEngines:
 
     def left_in(self, path: Path) -> list[str]:
         """Return what is left of runs below a directory, after cancelled jobs had time to complete."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while (left := self._left_in(path)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left

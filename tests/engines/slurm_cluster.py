@@ -20,7 +20,7 @@ from shoal.testing.wait import until
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 NODES = ("n1", "n2", "n3", "n4")
-WAIT_LIMIT_S = 60.0
+WAIT_LIMIT_S = 180.0
 PATH = os.pathsep.join(("/usr/sbin", "/sbin", os.environ.get("PATH", os.defpath)))
 
 CONF = """\

@@ -20,7 +20,7 @@ from tests.netns.network import SUBNET, Network, ip, sweep
 
 SSHD = "/usr/sbin/sshd"
 HUB = f"{SUBNET}.254"
-UP_WITHIN_S = 60.0
+UP_WITHIN_S = 180.0
 _NEWNET = 0x40000000
 
 SSHD_CONFIG = """

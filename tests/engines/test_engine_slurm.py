@@ -292,7 +292,7 @@ class HangsAtSubmission(Slurm):
 def test_submission_of_a_dead_coordinator_is_found_by_the_next(site: SlurmSite) -> None:
     engine = site.engine()
     died = subprocess.run(
-        [sys.executable, "-c", _SUBMITS_AND_DIES, str(site.path), site.tag, site.client.url], timeout=60, check=False
+        [sys.executable, "-c", _SUBMITS_AND_DIES, str(site.path), site.tag, site.client.url], timeout=180, check=False
     )
     assert died.returncode == -signal.SIGKILL
     site.until(lambda: set(site.allocations(engine)) == {"pool-1"}, "the allocation to be found")

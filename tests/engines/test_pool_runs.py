@@ -64,7 +64,7 @@ class PoolRun(RunUnderTest):
     def pools(self) -> dict[str, Any]:
         return {one["pool"]["pool"]: one["pool"] for one in self.shoal("pools")["in_use"]}
 
-    def check_leftovers(self, within_s: float = 60.0) -> None:
+    def check_leftovers(self, within_s: float = 180.0) -> None:
         deadline = time.monotonic() + within_s
         while (left := self.agents()) or self.living():
             assert time.monotonic() < deadline, f"left behind: {left or self.living()}\n{self.output[-3000:]}"

@@ -45,7 +45,7 @@ def test_run_over_budget_ends_with_a_checkpoint_and_resumes_with_more(tmp_path: 
         run.until_step(run.step() + 5)
         budget = _spent(run) + 1.1
         run.shoal("scale", run.name, "--budget", str(budget))
-        assert run.process.wait(60) == 6
+        assert run.process.wait(180) == 6
         run.check_leftovers()
         view = run.shoal("status", run.name)
         assert (view["status"], view["exit_code"], view["budget"]) == ("resumable", 6, budget)

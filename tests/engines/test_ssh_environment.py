@@ -124,7 +124,7 @@ def test_full_disk_is_named(network: SshNetwork, tmp_path: Path) -> None:
     try:
         run.until(lambda: "no space is left on h1 for the environment" in run.output, "the error")
         run.process.terminate()
-        run.process.wait(60)
+        run.process.wait(180)
         assert not network.on("h1", "find", str(disk), "-name", "token*")
         assert not network.on("h1", "find", f"{disk}/environments", "-mindepth", "1", "-type", "d")
     finally:

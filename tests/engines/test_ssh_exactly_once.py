@@ -37,7 +37,7 @@ def test_concurrent_submissions_start_an_allocation_once(tmp_path: Path) -> None
                 thread.start()
             site.until(lambda: _waiting_for(first) == _waiting_for(second) == 3, "all to be about to start it")
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
         assert sorted(handles) == sorted(3 * [f"h{number}/{site.tag}/pool-{number}" for number in (1, 2)])
         site.until_agents("pool-1", "pool-2")
         assert len(site.agents_on("h1")) == len(site.agents_on("h2")) == 1
@@ -56,7 +56,7 @@ def test_allocation_whose_connection_broke_is_started_once(tmp_path: Path) -> No
             thread.start()
             site.until(lambda: _waiting_for(held), "h1 to be about to start it")
             site.network.stop_sshd("h1")
-            thread.join(60)
+            thread.join(120)
             assert isinstance(failed[0], EngineUnreachable), failed
             with pytest.raises(EngineUnreachable, match="may have started pool-1"):
                 engine.submit(site.request("pool-1"))
@@ -80,7 +80,7 @@ def test_late_delivery_starts_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
             # The other host has its time, however slow this machine is.
             monkeypatch.undo()
             time.sleep(2.0)
-        thread.join(60)
+        thread.join(120)
         assert handles == [f"h2/{site.tag}/pool-1"]
         site.until_agents("pool-1")
         assert not site.agents_on("h1")
@@ -145,7 +145,7 @@ def test_second_cancel_does_not_shorten_the_grace_period(tmp_path: Path) -> None
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
         assert (site.network.home("h1") / "told").read_text() == "told\n"
         assert not site.allocations(engine)
 

@@ -310,7 +310,7 @@ def test_next_step_is_read_during_the_current_one() -> None:
 
     class Wait(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            assert read.wait(20), "nothing is read during the first step"
+            assert read.wait(120), "nothing is read during the first step"
 
     run = alone()
     batches = shoal.batches(Watched(), size=7, workers=1, prefetch=1)
@@ -484,7 +484,7 @@ class BlockedPipeline:
     def check(self, work: Callable[[], Any], what: str) -> None:
         working = threading.Thread(target=work, daemon=True)
         working.start()
-        working.join(30)
+        working.join(120)
         try:
             assert self.reached.is_set(), "nothing is read ahead"
             assert not working.is_alive(), f"{what} waits for the pipeline"
@@ -502,7 +502,7 @@ def test_training_ends_while_its_pipeline_is_blocked() -> None:
 
     class Stop(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            held.reached.wait(20)
+            held.reached.wait(120)
             self.model.stop_training = True
 
     def train() -> None:
@@ -516,7 +516,7 @@ def test_example_of_a_stream_does_not_wait_for_read_ahead() -> None:
     held = BlockedPipeline(4)
 
     def after_block(x: Any) -> Any:
-        held.reached.wait(20)
+        held.reached.wait(120)
         return x
 
     pipeline = slices(data()).map(through(held.hold)).prefetch(8).map(through(after_block))

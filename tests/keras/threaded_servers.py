@@ -113,7 +113,7 @@ def run_threads(
         for session in sessions:
             session.end()
         for thread in threads.values():
-            thread.join(5)
+            thread.join(30)
         for session in sessions:
             session.close()
     if failures:

@@ -11,7 +11,7 @@ import time
 
 PREFIX = "shoalt"
 SUBNET = "10.91.0"
-GONE_WITHIN_S = 60.0
+GONE_WITHIN_S = 180.0
 
 
 def ip(*words: str) -> str:

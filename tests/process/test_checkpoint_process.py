@@ -106,7 +106,7 @@ def test_kill_9_at_any_moment_never_costs_the_last_complete_checkpoint(tmp_path)
     assert torn, "no kill fell into a write: the test proves nothing"
 
     last = COMMON + f"store = LocalStore(Path(sys.argv[1]))\nwrite(store, {said + 5}, 99)\ncheckpoint.prune(store, 2)"
-    subprocess.run([sys.executable, "-c", last, str(tmp_path)], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", last, str(tmp_path)], timeout=180, check=True)
     assert newest(tmp_path) == said + 5
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
 
@@ -119,7 +119,7 @@ def run_on_small_disk(tmp_path: Path, kind: str) -> list[str]:
     script = 'mount -t tmpfs -o size=4m tmpfs "$1" || exit 77; exec "$2" -c "$3" "$1/checkpoints" "$4"'
     done = subprocess.run(
         ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh", str(disk), sys.executable, FULL, kind],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip("this machine does not allow mounts")
@@ -149,7 +149,7 @@ def test_a_file_size_limit_costs_only_that_checkpoint(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))\n" + FULL
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), "blind"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script, str(tmp_path), "blind"], capture_output=True, text=True, timeout=180, check=True
     )
     lines = done.stdout.splitlines()
     assert [line[:4] for line in lines[:2]] == ["S503", "S503"]
@@ -165,10 +165,10 @@ def test_a_read_only_directory_is_reported_with_a_remedy():
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         first = COMMON + "write(LocalStore(Path(sys.argv[1])), 1)"
-        subprocess.run([sys.executable, "-c", first, place], timeout=60, check=True)
+        subprocess.run([sys.executable, "-c", first, place], timeout=180, check=True)
         root.chmod(0o555)
         done = subprocess.run(
-            [sys.executable, "-c", script, place], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", script, place], capture_output=True, text=True, timeout=180, check=False
         )
         root.chmod(0o755)
         assert done.stdout.startswith("S502"), done.stderr

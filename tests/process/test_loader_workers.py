@@ -80,7 +80,7 @@ def always_ahead(span: tuple[int, int]) -> Callable[[int], tuple[int, int] | Non
     return ahead
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     """Whether a process ends in time; a zombie has ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -163,7 +163,7 @@ def test_member_with_an_empty_share_reads_ahead(closing: Callable[[Any], Any]) -
     loader.placeholder_batch(4)
     assert loader.take(4, (0, 0), lambda step: (0, 8) if step == 5 else None) == []
     wanted = ORDER.ids(5, 0, 8).tolist()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not all(data.reads[index] for index in wanted) and time.monotonic() < deadline:
         time.sleep(0.01)
     before = list(data.reads)
@@ -244,13 +244,13 @@ def test_workers_do_not_outlive_a_killed_member() -> None:
     member, workers = started("stay")
     assert len(workers) == 2
     member.kill()
-    member.wait(timeout=10)
+    member.wait(180)
     assert all(gone(pid) for pid in workers)
 
 
 def test_ending_member_does_not_wait_for_hanging_workers() -> None:
     member, workers = started("leave")
-    assert member.wait(timeout=30) == 0
+    assert member.wait(180) == 0
     assert all(gone(pid) for pid in workers)
 
 

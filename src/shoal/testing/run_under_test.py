@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from shoal.launch.run_lookup import process_exists
 from shoal.testing.scripts import hold
 from shoal.testing.wait import TIMEOUT_S, until
 
@@ -122,7 +123,7 @@ class RunUnderTest:
     def pids(self) -> dict[str, int]:
         """Return the process ids of the living members by name."""
         latest = {event["member"]: event["pid"] for event in self.events_of("ready")}
-        return {name: pid for name, pid in latest.items() if psutil.pid_exists(pid)}
+        return {name: pid for name, pid in latest.items() if process_exists(pid)}
 
     def journal(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Return the entries of the coordinator's journal, all or those of one kind; fail if the oldest are gone."""

@@ -179,7 +179,7 @@ if __name__ == "__main__":
         queue = context.Queue()
         process = context.Process(target=work, args=(queue,))
         process.start()
-        print(method, *queue.get(timeout=60))
+        print(method, *queue.get(timeout=180))
         process.join()
 """
 

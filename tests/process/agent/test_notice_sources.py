@@ -70,7 +70,7 @@ def cloud() -> Iterator[Cloud]:
     service.server.server_close()
 
 
-def first(source: notices.NoticeSource, within_s: float = 20.0, then=lambda: None) -> notices.Notice:
+def first(source: notices.NoticeSource, within_s: float = 120.0, then=lambda: None) -> notices.Notice:
     """Return the first notice; `then` runs while the source is polled."""
 
     async def listen() -> notices.Notice:
@@ -87,7 +87,7 @@ def first(source: notices.NoticeSource, within_s: float = 20.0, then=lambda: Non
 
 
 def wait_for_two_requests(cloud: Cloud, path: str) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
     while cloud.requests.count(path) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert cloud.requests.count(path) >= 2
@@ -161,7 +161,7 @@ def test_notice_is_yielded_once(cloud):
 
     async def listen_on() -> None:
         listening = asyncio.create_task(listen())
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 120.0
         while not received and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         await asyncio.wait([listening], timeout=0.5)

@@ -98,7 +98,7 @@ def test_run_without_writable_event_files_reports_it_and_continues(stage: Any) -
     stage.until(lambda: written(stage), "a file is written")
     where = folder(stage)
     process.terminate()
-    assert process.wait(60) == 75, stage.out()
+    assert process.wait(180) == 75, stage.out()
     for file in where.iterdir():
         file.unlink()
     where.rmdir()

@@ -24,7 +24,7 @@ from shoal.wire.protocol import PROTOCOL, Message
 
 M = TypeVar("M")
 # Only against hangs: on a busy machine a coordinator takes long to start.
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Coordinator:

@@ -140,7 +140,7 @@ def test_prometheus_metrics_are_served(coordinator: Coordinator) -> None:
 
     run = coordinator.create(1, 2, settings=SETTINGS)
     request = urllib.request.Request(f"{coordinator.url}/metrics", headers=coordinator.credentials.headers)
-    text = urllib.request.urlopen(request, timeout=20).read().decode()
+    text = urllib.request.urlopen(request, timeout=60).read().decode()
     assert f'shoal_run_step{{name="train",run="{run}"}} 0.0' in text
 
 
@@ -151,7 +151,7 @@ def test_shutdown_ends_the_agents_and_leaves_the_run_resumable(coordinator: Coor
     assert coordinator.ask("POST", "/v1/shutdown")[0] == 200
     agent.hear(agent_messages.ShutDownMsg)
     agent.exited(order, "asked")
-    assert coordinator.process.wait(20) == 0
+    assert coordinator.process.wait(180) == 0
     coordinator.restart()
     view = coordinator.view(run)
     assert (view["status"], view["exit_code"]) == ("resumable", 75)

@@ -117,7 +117,7 @@ def test_invalid_setting_is_refused_before_anything_starts(tmp_path: Path) -> No
 def test_unmodified_script_cannot_be_slowed_down(tmp_path: Path) -> None:
     environ = {**os.environ, "SHOAL_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "shoal.cli.main", "run", "--compat", "torchrun", "--emulate", "1,0.5", __file__]
-    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=180, check=False)
     assert refused.returncode == 3
     assert "--emulate does not work with --compat torchrun" in refused.stderr
 

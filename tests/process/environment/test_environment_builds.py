@@ -108,7 +108,7 @@ def start_endless_build(
 def test_cancelled_build_leaves_no_folder_and_no_process(machine: Machine, packed: Path) -> None:
     process = start_endless_build(machine, packed, recipe.publish(str(archive(packed, "env.tar.gz")), machine.put))
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 128 + signal.SIGTERM
+    assert process.wait(180) == 128 + signal.SIGTERM
     until(lambda: not running(process.pid), "the end of its processes")
     assert machine.folders() == []
     assert not machine.failures()
@@ -119,7 +119,7 @@ def test_build_whose_lifeline_ends_leaves_no_folder_and_no_process(machine: Mach
     process = start_endless_build(machine, packed, made, lifeline=True)
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(20) == 128 + signal.SIGTERM
+    assert process.wait(180) == 128 + signal.SIGTERM
     until(lambda: not running(process.pid), "the end of its processes")
     assert machine.folders() == []
 
@@ -128,7 +128,7 @@ def test_folder_of_a_killed_build_is_not_used(machine: Machine, packed: Path) ->
     made = recipe.publish(str(archive(packed, "env.tar.gz")), machine.put)
     process = start_endless_build(machine, packed, made)
     process.kill()
-    process.wait(20)
+    process.wait(180)
     until(lambda: not any("conda-unpack" in str(child.cmdline()) for child in running(process.pid)), "its end")
     for child in running(process.pid):
         child.kill()

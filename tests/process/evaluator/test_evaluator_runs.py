@@ -201,7 +201,7 @@ def scrape(run: EvaluatedRun) -> str:
     token = (directory / "token").read_text().split()[0]
     request = urllib.request.Request(f"{(directory / 'url').read_text().strip()}/metrics")
     request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return str(answer.read().decode())
 
 

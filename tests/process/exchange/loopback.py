@@ -31,7 +31,7 @@ def world_of(peers: list[Peers], number: int = 1) -> World:
     return World(number, tuple(Seat(f"m{rank}", "first", peer.address) for rank, peer in enumerate(peers)), 0)
 
 
-def connect_all(peers: list[Peers], world: World, timeout_s: float = 10.0) -> list[Ring]:
+def connect_all(peers: list[Peers], world: World, timeout_s: float = 60.0) -> list[Ring]:
     """Connect the ring of a world, all members at once."""
     with ThreadPoolExecutor(len(peers)) as pool:
         return list(pool.map(lambda peer: connect_ring(peer, world, timeout_s, NEVER), peers))

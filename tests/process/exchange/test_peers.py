@@ -90,7 +90,7 @@ def test_connection_waits_until_the_listener_hears_of_the_world(make_peers):
     early.start()
     until(lambda: idle_connections(peers[1]) == 1, "the number of idle connections")
     rings.append(connect_ring(peers[1], world, 10.0, NEVER))
-    early.join(10)
+    early.join(120)
     assert len(rings) == 2
     for ring in rings:
         ring.close()
@@ -219,7 +219,7 @@ def test_all_members_give_up_a_world_when_one_is_gone(make_peers):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
     assert "m2" in suspects
 

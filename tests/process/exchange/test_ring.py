@@ -133,7 +133,7 @@ def test_loss_is_reported_while_no_operation_is_under_way(make_rings):
     for work in [ring.gather(np.zeros(1)) for ring in rings]:
         work.wait()
     die(rings[1])
-    assert all(heard[rank].wait(20) for rank in (0, 2, 3))
+    assert all(heard[rank].wait(120) for rank in (0, 2, 3))
     # The other neighbour's farewell may come first; then no member is suspected, but never the wrong one.
     assert ("m1",) in (told[0][0], told[2][0])
     assert {told[0][0], told[2][0]} <= {("m1",), ()}
@@ -144,7 +144,7 @@ def test_closing_member_is_not_suspected_and_gets_no_report(make_rings):
     done = threading.Event()
     rings = make_rings(2, lambda rank: lambda *what: (told.append((rank, *what)), done.set()))
     rings[0].close()
-    assert done.wait(20)
+    assert done.wait(120)
     assert told == [(1, (), "m0 left the ring")]
 
 
@@ -165,7 +165,7 @@ def test_last_operation_succeeds_when_fast_ranks_close_at_once(make_rings):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
         assert not failures
 
 

@@ -31,14 +31,14 @@ if __name__ == "__main__":
     run = shoal.run(
         with_files, roles={"trainer": shoal.Role(count="1:2", cpus=3, memory="4GiB")}, env={"MINE": "yours"},
         files={"helper.py": "aside/other.py", "data": "data"}, lease_s=5)
-    view = run.wait(80)
+    view = run.wait(170)
     report(id=run.id, name=run.name, status=run.status(), metrics=run.metrics(), logs=run.logs(), losses=view.losses,
          story=str(run.story()), model=(run.directory / "model.pt").is_file())
 """
 
 TYPED = """
 run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(count=2)})
-_ = run.wait(80)
+_ = run.wait(170)
 report(status=run.status(), metrics=run.metrics())
 exit()
 """
@@ -51,7 +51,7 @@ def wrong():
 if __name__ == "__main__":
     run = shoal.run(wrong, restarts_user=0)
     try:
-        run.wait(80)
+        run.wait(170)
     except errors.RunFailed as error:
         report(code=error.code, why=error.why, logs=run.logs())
 """
@@ -60,7 +60,7 @@ UNUSED = """
 if __name__ == "__main__":
     run = shoal.run(lambda: 7, restarts_user=0)
     try:
-        run.wait(80)
+        run.wait(170)
     except errors.RunFailed as error:
         report(why=error.why)
 """
@@ -82,7 +82,7 @@ def loop():
 
 if __name__ == "__main__":
     run = shoal.run(loop, restarts_user=0)
-    run.wait(80)
+    run.wait(170)
     report(status=run.status(), step=run.metrics()["step"])
 """
 
@@ -90,7 +90,7 @@ GREEDY = """
 if __name__ == "__main__":
     run = shoal.run(experiment_fn, roles={"trainer": shoal.Role(memory="40MiB")}, restarts_user=0)
     try:
-        run.wait(80)
+        run.wait(170)
     except errors.RunFailed as error:
         report(why=error.why)
 """
@@ -219,7 +219,7 @@ def test_no_process_outlives_a_killed_program(stage: Any) -> None:
 
 def test_detached_run_continues_without_the_process_that_started_it(stage: Any) -> None:
     process = stage.begin(LEFT.replace("DETACH", "True"), epochs=100_000)
-    assert process.wait(90) == 0, stage.output
+    assert process.wait(180) == 0, stage.output
     (report,) = stage.reports()
     before = stage.shoal("status", report["id"])
     assert before["status"] == "training"
@@ -284,6 +284,6 @@ def member(directory: Path) -> str:
     environ = {**os.environ, **{f"SHOAL_{name}": value for name, value in variables.items()}}
     command = [sys.executable, "-m", "shoal.experiment", str(directory / experiment_run.PACK)]
     work = directory / experiment_run.WORK
-    ran = subprocess.run(command, env=environ, cwd=work, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, env=environ, cwd=work, capture_output=True, text=True, timeout=180)
     assert ran.returncode == 1
     return ran.stderr

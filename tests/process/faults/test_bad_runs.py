@@ -36,7 +36,7 @@ def command(path: Path, *arguments: str, **environ: str) -> subprocess.Completed
         cwd=path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -165,7 +165,7 @@ def test_script_that_another_machine_lacks_is_reported(tmp_path: Path) -> None:
             assert joined.poll() is None, "the agent ended with the run"
         finally:
             joined.terminate()
-            joined.wait(30)
+            joined.wait(180)
 
 
 def test_port_in_use_is_reported_and_its_owner_continues(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def standing(path: Path) -> Iterator[tuple[str, ...]]:
         yield ("--url", printed["url"], "--token-file", printed["token_file"])
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(180)
 
 
 def join(path: Path, access: tuple[str, ...]) -> subprocess.Popen[bytes]:

@@ -118,7 +118,7 @@ def test_killed_agent_ends_its_members_and_the_run_resumes_from_its_checkpoint(t
         run.until_step(10)
         members = [psutil.Process(pid) for pid in run.pids().values()]
         run.service_process("agent").kill()
-        _, alive = psutil.wait_procs(members, timeout=60)
+        _, alive = psutil.wait_procs(members, timeout=180)
         assert not alive, "members outlived their agent"
         run.finish()
         run.check()
@@ -131,7 +131,7 @@ def test_no_process_survives_a_killed_shoal_run(tmp_path: Path) -> None:
         family = psutil.Process(run.process.pid).children(recursive=True)
         assert len(family) >= 6
         run.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=180)
         assert not alive, [p.cmdline() for p in alive]
 
 
@@ -208,7 +208,7 @@ def test_agent_and_zygote_killed_at_once_leave_no_process_and_the_run_resumes(tm
         warm.suspend()
         agent.kill()
         warm.kill()
-        _, alive = psutil.wait_procs(family, timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=180)
         assert not alive, [p.cmdline() for p in alive]
         run.finish()
         run.check()

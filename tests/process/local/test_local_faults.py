@@ -108,7 +108,7 @@ def test_stopped_run_resumes_at_the_exact_round_with_another_number_of_members(t
         run.until_step(3)
         name = run.shoal("ps")[0]["run"]
         run.shoal("stop", name)
-        run.process.wait(60)
+        run.process.wait(180)
         stopped = run.step()
         assert 3 <= stopped < 23
         run.process = run.start("resume", name, "-n", "2:2")
@@ -121,6 +121,6 @@ def test_stopped_run_resumes_at_the_exact_round_with_another_number_of_members(t
 def test_unmodified_script_cannot_train_in_rounds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal.cli.main", "run", "--compat", "torchrun", "--sync", "local:2", __file__]
     environ = {**os.environ, "SHOAL_HOME": str(tmp_path)}
-    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=180, check=False)
     assert refused.returncode == 3
     assert "S103" in refused.stderr

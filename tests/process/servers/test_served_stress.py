@@ -13,7 +13,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.process.servers.served_run import ServedRun, served_run
 
@@ -56,7 +55,7 @@ def wake(stopped: list[tuple[float, int]], all_members: bool = False) -> None:
     for item in list(stopped):
         if all_members or time.monotonic() > item[0]:
             stopped.remove(item)
-            if psutil.pid_exists(item[1]):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(item[1], signal.SIGCONT)
 
 

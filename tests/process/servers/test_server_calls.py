@@ -79,7 +79,7 @@ class Peer:
     def seat(self) -> Seat:
         return Seat(self.me, "1", self.peers.address)
 
-    def call(self, other: Peer, call: ServerCall, body: bytes = b"", within_s: float = 10.0) -> ServerReply:
+    def call(self, other: Peer, call: ServerCall, body: bytes = b"", within_s: float = 60.0) -> ServerReply:
         sock = self._socks.get(other.me)
         if sock is None:
             sock = self._socks[other.me] = self.peers.connect(CALL, 1, other.seat, 2.0, threading.Event())
@@ -183,7 +183,7 @@ def test_primary_continues_alone_once_the_placement_has_no_backup(peers: list[Pe
     )
     assert pushing.is_alive(), "acknowledged before the placement said that there is no backup"
     a.server.adopt(placement(3, PartAssignment("a"), a))
-    pushing.join(5)
+    pushing.join(120)
     assert not pushing.is_alive()
     assert a.store.sums[1] == 8
 

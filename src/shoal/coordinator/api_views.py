@@ -32,6 +32,10 @@ from shoal.wire.api import (
 )
 from shoal.wire.member_messages import HeartbeatMsg, StepTimes
 
+# A process whose member counts as lost because it is silent; it is replaced unless it answers in time.
+EVICTED = "evicted"
+EVALUATING = "evaluating"
+
 
 def run_view(run: RunState, state: CoordinatorState, live: LiveRun, directory: str, now: float) -> RunView:
     """Return the view of a run; `directory` is the run's own."""
@@ -201,20 +205,26 @@ def _member(
 ) -> MemberView:
     member = run.membership.members.get(name)
     heartbeat, lease, connection = live.heartbeats.get(name), live.leases.get(name), live.connections.get(name)
+    status = _member_status(run, member, process)
+    age_s = max(0.0, now - lease.at) if lease else 0.0
+    phase, phase_age_s = (heartbeat.phase, heartbeat.phase_age_s + age_s) if heartbeat and lease else ("", 0.0)
+    if member is None and status != EVALUATING:
+        # What it did last is over: it is no member any more, or its next process starts.
+        phase, phase_age_s = ("silent", age_s) if status == EVICTED and lease else ("", 0.0)
     spent = heartbeat.spent if heartbeat is not None and rank is not None else StepTimes()
     return MemberView(
         member=name,
         incarnation=member.incarnation if member else process.incarnation if process else "",
-        status=_member_status(run, member, process),
+        status=status,
         rank=rank,
         agent=process.agent if process else "",
         pid=(process.pid if process else 0) or (connection.pid if connection else 0),
         host=member.address.host if member else "",
         step=heartbeat.step if heartbeat else member.step if member else None,
         share=heartbeat.share if heartbeat else 0,
-        phase=heartbeat.phase if heartbeat else "",
-        phase_age_s=heartbeat.phase_age_s + max(0.0, now - lease.at) if heartbeat and lease else 0.0,
-        heartbeat_age_s=max(0.0, now - lease.at) if lease else 0.0,
+        phase=phase,
+        phase_age_s=phase_age_s,
+        heartbeat_age_s=age_s,
         samples_per_s=_member_rate(heartbeat, rank, samples, run),
         connected=connection is not None,
         data_s=spent.data_s,
@@ -257,7 +267,11 @@ def _process_status(run: RunState, process: fl.ProcessState | None) -> str:
         return "starting"
     if process.status == fl.RUNNING and process.role == EVALUATOR:
         evaluator = run.evaluation.members.get(process.member)
-        return "evaluating" if evaluator is not None and evaluator.connected else "starting"
+        return EVALUATING if evaluator is not None and evaluator.connected else "starting"
+    if process.status == fl.RUNNING and process.unresponsive_since is not None:
+        return EVICTED
+    if process.status == fl.RUNNING and process.joined:
+        return "rejoining"
     shown = {fl.RUNNING: "starting", fl.ENDING: "leaving", fl.BACKOFF: "waiting"}
     return shown.get(process.status, process.status)
 

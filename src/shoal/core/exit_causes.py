@@ -94,7 +94,8 @@ def classify(end: ExitFacts) -> ExitCause:
     if end.exit_code == exit_codes.OK:
         return ExitCause("done", "")
     if end.exit_code == exit_codes.RESUMABLE:
-        return ExitCause("preempted", "left after a notice")
+        # A member that the run stopped leaves with this code too; then the agent gave it no notice.
+        return ExitCause("preempted", "left after a notice" if end.had_notice else "left as it was told")
     if end.signal == signals.SIGTERM and end.had_notice:
         return ExitCause("preempted", "ended by SIGTERM after a notice")
     if end.exception is not None and end.signal is None:

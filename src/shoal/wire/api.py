@@ -75,10 +75,10 @@ class SubmitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MemberView(msgspec.Struct, frozen=True):
     """One member, as the coordinator knows it.
 
-    `status` is starting, waiting, spare, training, serving, evaluating, recovering, leaving or done. The last four
-    fields are the seconds of a typical step: reading data, computing, waiting for the slowest member, exchanging. With
-    servers, `clock` counts its finished tickets, `ahead` is its lead over the slowest trainer, and `waits_for` names
-    the members that it waits for.
+    `status` is starting, waiting, spare, training, serving, evaluating, recovering, evicted (silent, and replaced
+    unless it answers), rejoining, leaving or done. The last four fields are the seconds of a typical step: reading
+    data, computing, waiting for the slowest member, exchanging. With servers, `clock` counts its finished tickets,
+    `ahead` is its lead over the slowest trainer, and `waits_for` names the members that it waits for.
     """
 
     member: Name

@@ -27,7 +27,7 @@ def test_loss_below_the_largest_shares_ends_no_member(tmp_path: Path) -> None:
         run.until_step(run.step() + 5)
         reasons = [d["reason"] for d in run.shoal("status", name)["decided"] if d["what"] == "bounds"]
         assert reasons == [
-            "the largest shares of 1 members sum to 20 of 64 samples: shares exceed them, in micro-batches that do not"
+            "the largest shares of 1 member sum to 20 of 64 samples: shares exceed them, in micro-batches that do not"
         ]
         run.finish()
         run.check()

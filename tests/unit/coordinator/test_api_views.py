@@ -8,6 +8,7 @@ from shoal.coordinator import api_views
 from shoal.coordinator.live_state import LiveRun, has_progressed, measure_progress, usual_step_s
 from shoal.core.fleet import events as fe
 from shoal.core.membership import events as ev
+from shoal.core.membership.state import LastHeartbeat
 from shoal.core.runs import events as run_events
 from shoal.core.runs.decide import apply
 from shoal.core.runs.state import CoordinatorState
@@ -110,6 +111,21 @@ def test_members_without_a_seat_are_spares() -> None:
         ("m/1", "training"),
         ("m/9", "spare"),
     ]
+
+
+def test_silent_member_is_shown_as_evicted_until_it_answers() -> None:
+    state, live = CoordinatorState(), LiveRun()
+    apply(state, "r", run_events.RunCreated(RunSpec("t", ("t.py",), "/", (1, 2)), {}), 1.0)
+    apply(state, "", fe.AgentConnected("local", 2, "h"), 1.0)
+    for process in list(state.fleet.processes.values()):
+        apply(state, "r", fe.ProcessStarted("r", process.member, process.incarnation, 7, False), 1.0)
+        apply(state, "r", ev.MemberConnected(process.member, process.incarnation, Address("h", 1)), 2.0)
+    for process in list(state.fleet.processes.values()):
+        apply(state, "r", ev.MemberReady(process.member, "x", None), 3.0)
+    live.heartbeats["local/1"], live.leases["local/1"] = HeartbeatMsg(1, 3, "compute", 0.0), LastHeartbeat(4.0)
+    apply(state, "r", ev.MemberLost("local/1", "lease expired after 3.0 s of silence"), 7.0)
+    (view,) = [m for m in api_views.run_view(state.runs["r"], state, live, "d", 9.0).members if m.member == "local/1"]
+    assert (view.status, view.phase, view.phase_age_s) == ("evicted", "silent", 5.0)
 
 
 def test_last_heartbeats_of_finished_members_count() -> None:

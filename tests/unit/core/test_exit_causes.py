@@ -21,7 +21,11 @@ def test_requested_stop_is_not_a_failure():
 
 
 def test_exit_code_75_is_a_preemption():
-    assert verdict(exit_code=75)[0] == "preempted"
+    assert verdict(exit_code=75, had_notice=True) == ("preempted", "left after a notice")
+
+
+def test_member_of_a_stopped_run_had_no_notice():
+    assert verdict(exit_code=75) == ("preempted", "left as it was told")
 
 
 def test_sigterm_is_a_preemption_only_after_a_notice():

@@ -44,6 +44,8 @@ COLOURS = {
     "spare": "cyan",
     "evaluating": "cyan",
     "recovering": "magenta",
+    "evicted": "red",
+    "rejoining": "magenta",
     "leaving": "magenta",
     "stopping": "magenta",
     "failed": "red",

@@ -41,6 +41,8 @@ VICTIMS_SHOWN = 3
 REPORTED_WITHIN_S = 1.0
 PLANNED_EXITS = (f"exit code {exit_codes.OK}", f"exit code {exit_codes.RESUMABLE}", "signal 15")
 STOPPED_BY_FAILURE = "the run failed: "
+# A silent or stuck member stops all others long before it is given up.
+STANDSTILL = re.compile(r"(?:lease expired after|stuck in .+ for) ([\d.]+) s\b")
 
 
 class WorldChange(msgspec.Struct, frozen=True):
@@ -200,6 +202,8 @@ def changes(story: Sequence[StoryLine], reached: Mapping[int, int] = {}, last_st
             cause = line.reason
             if broken_at is not None and line.at - broken_at > REPORTED_WITHIN_S:
                 broken_at = line.at  # until now it was a late report about the world before
+            if broken_at is not None and (standstill := STANDSTILL.search(cause)):
+                broken_at -= float(standstill[1])
         elif line.kind == "WorldBroken":
             broken_step = max(broken_step, line.step or 0)
         elif line.kind == "ProposeWorld":

@@ -104,7 +104,7 @@ def text(view: RunView, now: float, *, live: bool) -> str:
         lines.append(f"no copy     {view.uncopied}: if that server dies, training goes back to the checkpoint")
     if view.reason:
         lines.append(f"why         {view.reason}")
-    if view.last_change:
+    if view.last_change and view.last_change != view.reason:
         lines.append(f"last change {view.last_change}")
     if view.checkpoint_step is not None:
         lines.append(f"checkpoint  {checkpoint(view.checkpoint_step, view.checkpoint_path)}")

@@ -150,7 +150,7 @@ class ShareBalancer:
     def newly_overruled_bounds(self, size: int, members: Sequence[str]) -> str:
         """Return which bounds of shares cannot be kept, once for every such sentence; else empty."""
         plan = self._plan
-        if plan is None or size < plan.size:
+        if not size or (plan is not None and size < plan.size):
             return ""  # the short last batch of an epoch says nothing about the bounds
         before, self._overruled = (
             self._overruled,

@@ -71,6 +71,8 @@ class Feed(Protocol):
 
     def has_more(self) -> bool: ...
 
+    def overruled_bounds(self, step: int, world: World) -> list[Adjustment]: ...
+
     def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]: ...
 
     def start(self) -> None: ...
@@ -157,13 +159,16 @@ class IndexedFeed:
         """Return True: the end is known from the step alone."""
         return True
 
+    def overruled_bounds(self, step: int, world: World) -> list[Adjustment]:
+        """Return which bounds of shares cannot be kept from this step on, unless that was said before."""
+        members = tuple(seat.member for seat in world.seats)
+        overruled = self.balancer.newly_overruled_bounds(self._share_units(step), members)
+        return [Adjustment(step, "bounds", {}, overruled)] if overruled else []
+
     def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]:
         """Learn from the reports of a committed step; return what changes because of them."""
         steps_left = self._order.total_steps - step - 1
-        adjustments = _observe(self.balancer, step, world, reports, self.cursor(step).epoch, steps_left)
-        members = tuple(seat.member for seat in world.seats)
-        overruled = self.balancer.newly_overruled_bounds(self._share_units(step), members)
-        return adjustments + ([Adjustment(step, "bounds", {}, overruled)] if overruled else [])
+        return _observe(self.balancer, step, world, reports, self.cursor(step).epoch, steps_left)
 
     def _share_units(self, step: int) -> int:
         """Return what the shares of a step sum to; 0 if they are not counted in samples."""
@@ -232,6 +237,10 @@ class StreamFeed:
     def has_more(self) -> bool:
         """Return whether this member's lanes have another sample in this epoch."""
         return self._more
+
+    def overruled_bounds(self, step: int, world: World) -> list[Adjustment]:  # noqa: ARG002
+        """Return nothing: shares of a stream have no bounds."""
+        return []
 
     def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]:
         """Advance the cursor and learn from the reports of a committed step; return what changes because of them."""

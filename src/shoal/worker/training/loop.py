@@ -56,7 +56,7 @@ from shoal.core.world import World
 from shoal.errors import MembersDiverged, OutOfMemory, SharesOutOfBounds
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import GatherWork
-from shoal.worker.data.feed import Feed, IndexedFeed
+from shoal.worker.data.feed import Adjustment, Feed, IndexedFeed
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
 from shoal.worker.training.loop_exit import left_on_purpose
@@ -192,6 +192,7 @@ class Loop(ABC):
         world, exchange = session.world, session.exchange
         if world is None or exchange is None:
             return
+        self._warn_of_bounds(feed, number, world)
         catching_up = self._catching_up(world, number)
         digest = self._state_check.digest(number, world, catching_up)
         began = time.perf_counter()
@@ -350,10 +351,20 @@ class Loop(ABC):
         current.committed = True
         self.metrics.update(current.metrics)
         self.timer.commit(current, self._session.rank, self.feed.balancer, time.monotonic())
-        for adjustment in adjustments:
-            if adjustment.what == "bounds" and self._session.is_writer:
-                do = "add members, or change shares.max, shares.min, shares.machines or the batch"
+        self._report_adjustments(adjustments)
+
+    def _warn_of_bounds(self, feed: Feed, step: int, world: World) -> None:
+        """Say before a step which bounds of shares it cannot keep."""
+        adjustments = feed.overruled_bounds(step, world)
+        if self._session.is_writer:
+            do = "add members, or change shares.max, shares.min, shares.machines or the batch"
+            for adjustment in adjustments:
                 sys.stderr.write(f"{SharesOutOfBounds(adjustment.reason, do=do).as_warning()}\n")
+        self._report_adjustments(adjustments)
+
+    def _report_adjustments(self, adjustments: Iterable[Adjustment]) -> None:
+        """Report adjustments to the coordinator."""
+        for adjustment in adjustments:
             self._session.report_adjustment(
                 adjustment.step,
                 adjustment.what,

@@ -34,6 +34,22 @@ def test_late_report_of_a_loss_does_not_lengthen_the_next_one() -> None:
     assert [change.formed_s for change in summary.changes(story)] == pytest.approx([0.02, 0.5])
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "local/1 is gone: lease expired after 3.2 s of silence",
+        "local/1 is gone: stuck in compute for 3.2 s while all other members wait",
+    ],
+)
+def test_silence_before_a_member_is_given_up_is_part_of_the_standstill(reason: str) -> None:
+    story = [
+        story_line(1, "FormWorld", world=1, step=0),
+        story_line(2, "DissolveWorld", world=1, reason=reason, at=128.0),
+        story_line(3, "FormWorld", world=2, step=90, at=128.5),
+    ]
+    assert [change.formed_s for change in summary.changes(story)] == pytest.approx([3.7])
+
+
 def test_lost_member_is_shown_with_its_cost() -> None:
     story = [
         story_line(1, "FormWorld", world=1, step=0),

@@ -322,6 +322,12 @@ def test_bounds_that_cannot_be_kept_are_said_once() -> None:
     assert said(5, list("abcde")).endswith("shares.min=16 of 5 members exceeds the batch of 64: shares are smaller")
 
 
+def test_bounds_that_cannot_be_kept_are_known_before_the_first_step() -> None:
+    balancer = ShareBalancer(parse("equal", max=20))
+    assert balancer.newly_overruled_bounds(64, list("abcd")).startswith("with fewer than 4 members (MIN is 1)")
+    assert balancer.newly_overruled_bounds(0, list("abcd")) == "", "shares that are not counted in samples"
+
+
 def test_micro_batches_are_part_of_the_cost() -> None:
     balancer, names = ShareBalancer(), ["a", "b"]
     balancer.set_micro_batch("a", 16)

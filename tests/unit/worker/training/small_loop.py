@@ -25,6 +25,7 @@ class SmallFeed:
         self.micro_batch_size: int | None = samples
         self._samples = samples
         self.open = False
+        self.overruled = ""
 
     def halve_micro_batch(self, samples: int) -> bool:
         self.micro_batch_size = samples // 2
@@ -45,6 +46,9 @@ class SmallFeed:
 
     def has_more(self) -> bool:
         return True
+
+    def overruled_bounds(self, step: int, world: World) -> list[Adjustment]:
+        return [Adjustment(step, "bounds", {}, self.overruled)] if self.overruled and step == 0 else []
 
     def on_commit(self, step: int, world: World, reports: Sequence[StepReport]) -> list[Adjustment]:
         return []

@@ -33,6 +33,15 @@ def test_every_step_is_given_out_once_and_committed(loop: SmallLoop) -> None:
     assert not loop.feed.open
 
 
+def test_bounds_that_cannot_be_kept_are_said_before_the_first_step(
+    loop: SmallLoop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop.feed.overruled = "shares.max cannot be kept"
+    next(loop.train(loop.feed, "f", seed=7))
+    assert not loop.committed
+    assert "warning[S105] shares.max cannot be kept" in capsys.readouterr().err
+
+
 def test_body_runs_once_for_every_micro_batch_and_only_the_last_commits(loop: SmallLoop) -> None:
     loop.feed.micro_batch_size = 2
     committed = []

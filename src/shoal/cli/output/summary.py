@@ -13,6 +13,7 @@ be older than their last step; the summary then says "at least".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -81,7 +81,7 @@ def text(view: RunView, now: float, *, live: bool) -> str:
     lines = [
         f"run         {view.run} ({view.name}), {view.status}{stale}",
         f"script      {' '.join(view.argv)}",
-        f"progress    {progress(view)}",
+        f"progress    {progress(msgspec.structs.replace(view, reason=''))}",  # its reason is below
         f"started     {table.moment(view.started, now)}",
         f"time        {table.span((view.ended or now) - view.started)}",
         *([f"time left   {left}"] if (left := forecast(view)) and active else []),

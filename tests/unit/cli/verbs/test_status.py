@@ -76,3 +76,9 @@ def test_watch_shows_a_run_without_a_coordinator_once(capsys: pytest.CaptureFixt
     coordinator = CoordinatorRef("c", "u", "t", None, None, cast(Any, Records()))
     status.follow_view(OutputOptions(), CoordinatorTarget(Path("/none")), coordinator, run_view())
     assert capsys.readouterr().out.count("progress") == 1
+
+
+def test_reason_is_shown_once() -> None:
+    reason = "1 of at least 2 members is present"
+    view = run_view(status="waiting", reason=reason, last_change=reason)
+    assert status.text(view, 100.0, live=True).count(reason) == 1

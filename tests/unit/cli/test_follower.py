@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -142,41 +141,6 @@ def test_step_reached_before_a_new_world_is_remembered() -> None:
     formed = story_line(1, "FormWorld", world=2, step=40)
     client = FakeClient((run_view(step=120), []), (run_view(step=41), [formed]))
     assert follow(client)[0].reached == {2: 120}
-
-
-def test_signals_are_counted_and_end_a_sleep() -> None:
-    with SignalCounter() as signals:
-        assert signals.count == 0
-        signal.raise_signal(signal.SIGHUP)
-        signals.sleep(60.0)
-        assert (signals.count, signals.name) == (1, "SIGHUP")
-    assert signal.getsignal(signal.SIGHUP) != signals._handle
-
-
-def test_signal_that_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with SignalCounter() as signals:
-            signal.raise_signal(signal.SIGHUP)
-            assert signals.count == 0
-            signal.raise_signal(signal.SIGTERM)
-            assert signals.count == 1
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_signals_of_one_moment_are_one_request() -> None:
-    now = 100.0
-    with SignalCounter(lambda: now) as signals:
-        for _ in range(3):
-            signal.raise_signal(signal.SIGTERM)
-        now += 0.9
-        signal.raise_signal(signal.SIGHUP)
-        assert signals.count == 1
-        now += 0.2
-        signal.raise_signal(signal.SIGTERM)
-        assert signals.count == 2
 
 
 @pytest.mark.parametrize("since", [0.0, 150.0])

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-import threading
 
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, StoreUnusable
+from shoal.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, ShoalError, StoreUnusable
 from shoal.store import checkpoint
 from shoal.store.blob_store import LocalStore, RemoteStore
-from shoal.store.checkpoint_schedule import CheckpointSchedule
 from shoal.store.checkpoint_writer import CheckpointWriter
 from shoal.worker.transport.snapshot import CHUNK_BYTES, Snapshot
 
@@ -199,11 +197,11 @@ def test_what_was_just_written_outlives_a_newer_one_that_cannot_be_restored(stor
         path.write_bytes(b"\xff" + path.read_bytes()[1:])
     restored = checkpoint.read(store).entry
     assert restored.step == 8
-    ears = Ears()
-    writer = ears.writer(store, keep)
+    errors: list[ShoalError] = []
+    writer = CheckpointWriter(store, "r", keep, on_done=lambda *_: None, on_error=errors.append)
     assert writer.submit(snapshot(9), restored.world + 1, {})
     assert writer.close(20)
-    assert ears.errors == []
+    assert errors == []
     assert is_step(checkpoint.read(store), 9)
 
 
@@ -311,129 +309,6 @@ def test_every_failure_has_a_code_a_cause_and_a_remedy(tmp_path, number, kind):
         write(Refusing(tmp_path, number), 1)
     assert caught.value.why
     assert caught.value.do
-
-
-class Slow(LocalStore):
-    """Waits, in the middle of a data blob, until it is told to go on."""
-
-    def __init__(self, root) -> None:
-        super().__init__(root)
-        self.started, self.go_on = threading.Event(), threading.Event()
-
-    def put(self, name, chunks):
-        self.started.set()
-        assert self.go_on.wait(20)
-        return super().put(name, chunks)
-
-
-class Ears:
-    def __init__(self) -> None:
-        self.done, self.errors, self.skipped = [], [], []
-
-    def writer(self, store, keep: int = 2) -> CheckpointWriter:
-        return CheckpointWriter(
-            store,
-            "r",
-            keep,
-            on_done=lambda *report: self.done.append(report),
-            on_error=self.errors.append,
-            on_skip=lambda *report: self.skipped.append(report),
-        )
-
-
-def test_a_writer_writes_in_the_background_and_reports(store):
-    ears = Ears()
-    writer = ears.writer(store)
-    for step in (1, 2, 3):
-        assert writer.submit(snapshot(step), world=1, meta={})
-        writer._thread.join(20)
-    assert writer.close(20)
-    assert [(step, size) for step, _, size, _ in ears.done] == [(1, 1077), (2, 1077), (3, 1077)]
-    assert "step-000000000003" in ears.done[-1][1]
-    assert ears.errors == []
-    assert steps(store) == [3, 2]
-
-
-def test_a_checkpoint_due_while_one_is_in_flight_is_skipped_and_said_so(tmp_path):
-    ears, store = Ears(), Slow(tmp_path)
-    writer = ears.writer(store)
-    assert writer.submit(snapshot(1), world=1, meta={})
-    assert store.started.wait(20)
-    skipped = snapshot(2)
-    assert not writer.submit(skipped, world=1, meta={})
-    assert skipped.finished
-    assert ears.skipped == [(2, 1)]
-    store.go_on.set()
-    assert writer.close(20)
-    assert steps(store) == [1]
-
-
-def test_the_owner_may_change_its_memory_while_a_slow_writer_writes(tmp_path):
-    ears, store = Ears(), Slow(tmp_path)
-    live = [np.full(1000, 1, np.uint8)]
-    source = Snapshot(1, b"", live, readers=1)
-    writer = ears.writer(store)
-    writer.submit(source, world=1, meta={})
-    assert store.started.wait(20)
-    assert source.freeze() == 1000
-    live[0][:] = 2
-    store.go_on.set()
-    assert writer.close(20)
-    assert set(checkpoint.read(store).buffers[0]) == {1}
-
-
-def test_a_failing_writer_reports_and_tries_the_next_one(tmp_path):
-    ears = Ears()
-    writer = ears.writer(Refusing(tmp_path, errno.ENOSPC))
-    for step in (1, 2):
-        assert writer.submit(snapshot(step), world=1, meta={})
-        writer._thread.join(20)
-    assert [error.code for error in ears.errors] == ["S503", "S503"]
-
-
-def test_even_a_bug_in_a_store_does_not_end_in_silence(tmp_path):
-    class Buggy(LocalStore):
-        def put(self, name, chunks):
-            raise ZeroDivisionError("oops")
-
-    ears = Ears()
-    writer = ears.writer(Buggy(tmp_path))
-    writer.submit(snapshot(1), world=1, meta={})
-    writer.close(20)
-    assert "ZeroDivisionError: oops" in ears.errors[0].why
-
-
-def test_closing_gives_up_what_takes_too_long(tmp_path):
-    ears, store = Ears(), Slow(tmp_path)
-    writer = ears.writer(store)
-    writer.submit(snapshot(1), world=1, meta={})
-    assert store.started.wait(20)
-    assert not writer.close(0)
-    store.go_on.set()
-    writer._thread.join(20)
-    assert [error.code for error in ears.errors] == ["S503"]
-    assert checkpoint.newest(store) is None
-    assert not writer.submit(snapshot(2), world=1, meta={})
-
-
-def test_closing_an_idle_writer_is_immediate(store):
-    assert Ears().writer(store).close(0)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "step", "now", "due"),
-    [
-        (CheckpointSchedule(), 1000, 1e9, False),
-        (CheckpointSchedule(every_s=300), 11, 399.9, False),
-        (CheckpointSchedule(every_s=300), 11, 400.0, True),
-        (CheckpointSchedule(every_s=300), 10, 1000.0, False),
-        (CheckpointSchedule(every_steps=5), 14, 1e9, False),
-        (CheckpointSchedule(every_steps=5), 15, 100.0, True),
-        (CheckpointSchedule(every_s=300, every_steps=5), 11, 500.0, True),
-    ],
-)
-def test_a_checkpoint_is_due_by_time_or_by_steps(schedule, step, now, due):
-    assert schedule.due(step, now, last_step=10, last_time=100.0) is due
 
 
 class Unkind(Exception):  # noqa: N818

@@ -126,7 +126,7 @@ class Agent:
             slots=settings.slots,
             interface=settings.interface,
             environ={**environ, orphan_cleanup.MARK: str(settings.directory)},
-            cache=_shoal_home(environ) / "cache" / "blobs",
+            cache=_shoal_home(environ, settings.directory) / "cache" / "blobs",
             apart=settings.apart,
             grace_s=settings.grace_s,
         )
@@ -359,8 +359,12 @@ class Agent:
         self._end(reason, 0.0)
 
 
-def _shoal_home(environ: dict[str, str]) -> Path:
-    return Path(environ.get("SHOAL_HOME") or Path.home() / ".shoal")
+def _shoal_home(environ: dict[str, str], directory: Path) -> Path:
+    """Return the directory that agents of this user share; the agent's own if the user has no home."""
+    try:
+        return Path(environ.get("SHOAL_HOME") or Path.home() / ".shoal")
+    except RuntimeError:
+        return directory
 
 
 def _clock(at: float) -> str:

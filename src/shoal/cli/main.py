@@ -11,7 +11,7 @@ import click
 
 from shoal import __version__, exit_codes
 from shoal.cli.options import OutputOptions, show_error, with_output_options
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 
 VERBS = {
     "run": "Run a training script; keep it running when members fail.",
@@ -103,6 +103,9 @@ def run(arguments: list[str]) -> int:
         return exit_codes.BAD_USAGE
     except click.ClickException as error:
         show_error(_from_click(error), "--json" in arguments)
+        return error.exit_code
+    except ShoalError as error:  # before the verb itself, such as by its options
+        show_error(error, "--json" in arguments)
         return error.exit_code
     except FileNotFoundError:
         if _has_working_directory():

@@ -119,7 +119,8 @@ class CoordinatorService:
 
     def replay(self) -> None:
         """Replay the journal and mark every connection as closed."""
-        shown, snapshot = self.views.shown_up_to(self._journal.seq), self._journal.snapshot
+        snapshot = self._journal.snapshot
+        shown = self.views.shown_up_to(self._journal.seq, snapshot.seq if snapshot is not None else 0)
         if snapshot is not None:
             self._restore(snapshot)
             self.views.show_again(snapshot.seq, snapshot.at, complete=shown >= snapshot.seq)

@@ -87,9 +87,16 @@ class ViewWriter:
 
     # --- stored views
 
-    def shown_up_to(self, seq: int) -> int:
-        """Return the last journal entry that the stored views contain, 0 after discarding views of another journal."""
-        return self._views.seq if self._views.seq <= seq else self._views.clear()
+    def shown_up_to(self, seq: int, snapshot_seq: int) -> int:
+        """Return the last entry of the journal, which ends with `seq`, that the stored views contain.
+
+        Views that are ahead of the journal either survived a power failure that cut it, or belong to another journal.
+        The former alone have the story up to a snapshot, so they lose only what is ahead; without a snapshot nothing
+        is lost by making all of them again.
+        """
+        if self._views.seq <= seq:
+            return self._views.seq
+        return self._views.cut_back(seq, story.first_line(seq + 1)) if snapshot_seq else self._views.clear()
 
     def stored_progress(self) -> dict[str, ProgressMeasured]:
         """Return the latest measurement of each run that the stored views show: a crashed coordinator kept no other."""

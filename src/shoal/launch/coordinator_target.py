@@ -7,6 +7,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.errors import UsageError
+
 LOCAL = "local"
 
 
@@ -26,8 +28,18 @@ class CoordinatorTarget:
 
 
 def home() -> Path:
-    """Return Shoal's own directory as an absolute path, because members may work in another directory."""
-    return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal").absolute()
+    """Return Shoal's own directory as an absolute path, because members may work in another directory.
+
+    Raise UsageError if there is none: containers may run as a user that the system does not know.
+    """
+    try:
+        return Path(os.environ.get("SHOAL_HOME") or Path.home() / ".shoal").absolute()
+    except RuntimeError as error:
+        raise UsageError(
+            "no home directory for the files of runs",
+            why=f"HOME is not set, and the system has no user with the id {os.getuid()}",
+            do="set SHOAL_HOME to a directory that you may write to",
+        ) from error
 
 
 def token_file_of_environment() -> str:

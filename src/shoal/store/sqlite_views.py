@@ -43,6 +43,9 @@ DELETE FROM metrics WHERE rowid IN (
   SELECT rowid FROM (SELECT rowid, row_number() OVER (ORDER BY at) AS number FROM metrics WHERE run=?)
   WHERE number % 2 = 0)
 """
+# The lower bits of an error's code say of which kind it is; of these kinds are a damaged file and another layout.
+PRIMARY_CODE = 0xFF
+DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 _line_values = attrgetter(*(column.name for column in fields(StoryLine)))
 _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
@@ -141,8 +144,10 @@ class SqliteViews:
     def _prepare_or_replace(self) -> sqlite3.Connection:
         try:
             return self._prepare()
-        except sqlite3.DatabaseError:
-            # Only a copy of the journal is lost, and the journal rebuilds it.
+        except sqlite3.DatabaseError as error:
+            # Locked or on a full disk, it is still the only place of the story before a snapshot.
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & PRIMARY_CODE not in DAMAGE:
+                raise
             for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
                 (self.path.parent / name).unlink(missing_ok=True)
             return self._prepare()
@@ -173,6 +178,12 @@ class SqliteViews:
             self._connection.execute(f"DELETE FROM {table}")
         self._connection.execute("DELETE FROM meta WHERE key='seq'")
         return 0
+
+    def cut_back(self, seq: int, line: int) -> int:
+        """Forget events after `seq`, of which the journal knows nothing, and story lines from `line` on; return `seq`."""
+        self._connection.execute("DELETE FROM story WHERE seq>=?", (line,))
+        self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('seq', ?)", (str(seq),))
+        return seq
 
     # --- writing
 

@@ -143,3 +143,20 @@ def test_story_says_what_is_gone_if_the_views_are_lost_after_a_snapshot(tmp_path
     again.replay()
     again.close()
     assert [line.text for line in story_of(tmp_path)][: len(lines)] == lines
+
+
+def test_views_that_are_ahead_of_a_journal_cut_by_a_power_failure_keep_the_story(tmp_path: Path) -> None:
+    service = trained(tmp_path)
+    assert compact(service)
+    before = [line.text for line in story_of(tmp_path)]
+    service.handle("r-1", ev.ScaleRequested(1, 1))
+    service.close()
+    (tmp_path / journal.FILE).write_bytes(b"")
+    again = open_service(tmp_path)
+    again.replay()
+    again.handle("r-1", ev.ScaleRequested(1, 3))
+    again.close()
+    lines = [line.text for line in story_of(tmp_path)]
+    assert lines[: len(before)] == before
+    assert "scaled to 1:1 members" not in lines, "what the journal lost never happened"
+    assert "scaled to 1:3 members" in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from shoal.coordinator.rebuild_views import rebuild
 from shoal.core.membership import events as ev
 from shoal.core.runs import events as runs_events
 from shoal.core.world import Address
-from shoal.errors import JournalDamaged
+from shoal.errors import JournalDamaged, JournalUnwritable
 from shoal.launch.offline_records import OfflineRecords
 from shoal.store import sqlite_views
 from shoal.store.journal import Journal
@@ -93,6 +94,30 @@ def test_damaged_file_is_built_again(tmp_path: Path) -> None:
     opened = SqliteViews(tmp_path)
     assert opened.seq == 0
     opened.close()
+
+
+def test_file_that_is_locked_for_now_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = SqliteViews(tmp_path)
+    views.put_checkpoint("r", 40, "there", 2.0)
+    views.flush()
+    views.close()
+    connect = sqlite3.connect
+    holder = connect(tmp_path / FILE, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **options: connect(*args, **options, timeout=0.01))
+    with pytest.raises(JournalUnwritable, match="locked"):
+        SqliteViews(tmp_path)
+    holder.execute("ROLLBACK")
+    holder.close()
+    assert sqlite_views.checkpoints(tmp_path, "r") == [(40, "there")]
+
+
+def test_file_of_another_layout_is_replaced(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / FILE)
+    connection.executescript("CREATE TABLE metrics (other TEXT)")
+    connection.close()
+    SqliteViews(tmp_path).close()
+    assert sqlite_views.metrics(tmp_path, "r") == []
 
 
 def test_nothing_there_is_nothing_to_read(tmp_path: Path) -> None:

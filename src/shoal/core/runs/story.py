@@ -38,16 +38,21 @@ def tell(
         sentence = describe(subject) if describe is not None else None
         if sentence is None or len(lines) == LINES_PER_ENTRY:
             continue
-        number = seq * LINES_PER_ENTRY + len(lines)
+        number = first_line(seq) + len(lines)
         kind, member = _kind_and_member(subject)
         lines.append(StoryLine(number, at, name, kind, member, _world(subject), _step(subject), *sentence))
     return lines
 
 
+def first_line(seq: int) -> int:
+    """Return the number of the first story line of journal entry `seq`."""
+    return seq * LINES_PER_ENTRY
+
+
 def lost_history(seq: int, at: float) -> StoryLine:
     """Return the line that stands for all lines up to journal entry `seq`, which are gone."""
     text, reason = "the story before this is gone", "views.sqlite was deleted or damaged after a snapshot"
-    return StoryLine(seq * LINES_PER_ENTRY, at, "", "HistoryLost", "", None, None, text, reason)
+    return StoryLine(first_line(seq), at, "", "HistoryLost", "", None, None, text, reason)
 
 
 def _worth_telling(

@@ -35,7 +35,7 @@ def check_counts(*numbers: int | None, most: int = MAX_COUNT) -> None:
     """Raise ValueError unless every number is None or within 0 and `most`."""
     for number in numbers:
         if number is not None and not 0 <= number <= most:
-            raise ValueError(f"expected an integer from 0 to {most}, got {number:.3g}")
+            raise ValueError(f"expected an integer from 0 to {most}, got {str(number)[:40]}")
 
 
 def check_amount(number: float) -> None:

@@ -58,6 +58,7 @@ import fcntl
 import hashlib
 import math
 import os
+import shlex
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -240,7 +241,8 @@ def _damaged_snapshot(path: Path, why: str) -> JournalDamaged:
 
 
 def _skip_command(directory: Path) -> str:
-    return f"restore the file from a backup, or go on without what is unreadable: shoal doctor --repair {directory}"
+    command = f"shoal doctor --repair {shlex.quote(str(directory))}"
+    return f"restore the file from a backup, or go on without what is unreadable: {command}"
 
 
 class Journal:
@@ -347,13 +349,16 @@ class Journal:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 write_all(descriptor, rest)
+                if rest:
+                    # They may be on the disk already, in the file that is replaced.
+                    os.fsync(descriptor)
                 os.replace(part, self.path)
                 # The syncing thread uses the same number, now for the new file.
                 os.dup2(descriptor, self._file, inheritable=False)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            _remove(part)
             raise _unwritable(part, error) from error
         self._start, self._end = position.seq, len(rest)
         self._dirty.set()
@@ -444,9 +449,14 @@ def replace_file(path: Path, data: bytes) -> None:
         finally:
             os.close(directory)
     except OSError as error:
-        # On a full disk the unfinished file would take the space that the journal needs.
-        part.unlink(missing_ok=True)
+        _remove(part)
         raise _unwritable(path, error) from error
+
+
+def _remove(part: Path) -> None:
+    """Remove an unfinished file, which would take the space that the journal needs, if the disk allows it."""
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

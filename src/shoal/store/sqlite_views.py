@@ -180,7 +180,7 @@ class SqliteViews:
         return 0
 
     def cut_back(self, seq: int, line: int) -> int:
-        """Forget events after `seq`, of which the journal knows nothing, and story lines from `line` on; return `seq`."""
+        """Forget events after `seq`, which the journal lacks, and story lines from `line` on; return `seq`."""
         self._connection.execute("DELETE FROM story WHERE seq>=?", (line,))
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('seq', ?)", (str(seq),))
         return seq

@@ -424,3 +424,82 @@ def test_full_disk_keeps_no_unfinished_snapshot(tmp_path: Path, monkeypatch: pyt
     opened.close()
     assert not list(tmp_path.glob("*.part"))
     assert [entry.seq for entry in journal.read(tmp_path)] == [1, 2]
+
+
+def test_full_disk_keeps_no_unfinished_rest_of_a_truncation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Journal(tmp_path)
+    opened.append("run", EVENTS[0], 5.0)
+    position = opened.position()
+    opened.append("run", EVENTS[1], 6.0)
+    opened.write_snapshot(position, b"state")
+
+    def full(descriptor: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "write_all", full)
+        with pytest.raises(JournalUnwritable):
+            opened.drop_before(position)
+    opened.append("run", EVENTS[2], 7.0)
+    opened.close()
+    assert not list(tmp_path.glob("*.part"))
+    assert [entry.seq for entry in journal.read(tmp_path)] == [2, 3]
+
+
+def test_disk_that_became_read_only_is_an_error_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Journal(tmp_path)
+    opened.append("run", EVENTS[0], 5.0)
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", read_only)
+        patched.setattr(Path, "unlink", read_only)
+        with pytest.raises(JournalUnwritable, match="Read-only"):
+            opened.write_snapshot(opened.position(), b"state")
+        with pytest.raises(JournalUnwritable, match="Read-only"):
+            opened.drop_before(opened.position())
+    opened.close()
+
+
+def test_no_file_is_renamed_before_its_bytes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Journal(tmp_path)
+    opened.append("run", EVENTS[0], 5.0)
+    position = opened.position()
+    opened.append("run", EVENTS[1], 6.0)
+    synced: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def checked_replace(source: Path, target: Path) -> None:
+        assert str(source) in synced, "a power failure could leave an empty file under the new name"
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", noted_fsync)
+        patched.setattr(os, "replace", checked_replace)
+        opened.write_snapshot(position, b"state")
+        opened.drop_before(position)
+    opened.close()
+    assert [entry.seq for entry in journal.read(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize("at", [float("nan"), float("inf")])
+def test_time_that_is_no_number_is_refused(tmp_path: Path, at: float) -> None:
+    opened = Journal(tmp_path)
+    with pytest.raises(EventUnstorable, match="its time is"):
+        opened.append("run", EVENTS[0], at)
+    opened.close()
+    assert list(journal.read(tmp_path)) == []
+
+
+def test_command_for_a_damaged_journal_can_be_pasted(tmp_path: Path) -> None:
+    directory = tmp_path / "two words"
+    directory.mkdir()
+    (write(directory, EVENTS)).write_bytes(b"nonsense\nnonsense\n")
+    with pytest.raises(JournalDamaged, match=r"--repair '.*/two words'"):
+        Journal(directory)

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import os
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from shoal.wire.api import LogPage
 ALL = "all"
 MAX_FILE_BYTES = 64 << 20
 MAX_OPEN = 256
+MAX_FILE_NAME = 200
 MAX_PAGE_BYTES = 4 << 20
 BLOCK_BYTES = 64 << 10
 
@@ -46,9 +48,10 @@ class Logs:
         folder = self._directory / "runs" / run / "logs"
         own_text = "".join(f"{line}\n" for line in clean)
         all_text = "".join(f"{member}\t{line}\n" for line in clean)
-        disk_reserve.require(self._directory, len(own_text) + len(all_text))
-        self._write(folder / f"{file_name(member)}.log", own_text.encode())
-        self._write(folder / f"{ALL}.log", all_text.encode())
+        own, joint = own_text.encode(), all_text.encode()
+        disk_reserve.require(self._directory, len(own) + len(joint))
+        self._write(folder / f"{file_name(member)}.log", own)
+        self._write(folder / f"{ALL}.log", joint)
 
     def _write(self, path: Path, data: bytes) -> None:
         file = self._open(path)
@@ -79,8 +82,14 @@ class Logs:
 
 
 def file_name(member: str) -> str:
-    """Return the name of a member's log, without suffix."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", member)
+    """Return the name of a member's log, without suffix: its own, also if only the alphabet tells members apart.
+
+    >>> file_name("lab-1/0")
+    'lab-1_0'
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", member)[:MAX_FILE_NAME]
+    is_plain = name != ALL and re.fullmatch(rf"[A-Za-z0-9._/-]{{1,{MAX_FILE_NAME}}}", member)
+    return name if is_plain else f"{name}-{zlib.crc32(member.encode()):08x}"
 
 
 @dataclass(frozen=True, slots=True)

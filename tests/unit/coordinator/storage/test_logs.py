@@ -86,3 +86,15 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(logs._files) == 4
     assert len(page(tmp_path, "r").lines) == 20
     logs.close()
+
+
+def test_members_whose_names_differ_only_in_letters_of_other_alphabets_have_logs_of_their_own(tmp_path: Path) -> None:
+    members = ("機械/0", "電脳/0", "all", "a" * 300, "a" * 301, "lab-1/0")
+    logs = Logs(tmp_path)
+    for member in members:
+        logs.append("r", member, [f"I am {member}"])
+    logs.close()
+    for member in members:
+        assert page(tmp_path, "r", member).lines == ((member, f"I am {member}"),)
+    assert len(page(tmp_path, "r").lines) == len(members)
+    assert (tmp_path / "runs" / "r" / "logs" / "lab-1_0.log").exists()

@@ -41,6 +41,8 @@ NOTICE_ENTRY_POINTS = "shoal.notice_sources"
 PORTS = r"^([0-9]{1,5}-[0-9]{1,5})?$"
 # Whatever a setting means, it is finite, and the journal can hold it; a duration is one that a timer can wait for.
 MAX_SECONDS = 1e9
+# What is repeated more often keeps the machine busy with nothing else.
+MIN_INTERVAL_S = 0.01
 MAX_NUMBER = 1 << 53
 MAX_TEXT = 4096
 # A member whose lease lasts for fewer heartbeats is lost whenever one of them is late.
@@ -63,11 +65,13 @@ class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     """Settings of a run, with their defaults."""
 
     lease_s: Annotated[Seconds, Meta(gt=0, description="silence after which a member counts as lost")] = 3.0
-    heartbeat_s: Annotated[Seconds, Meta(gt=0, description="interval at which a member renews its lease")] = 0.5
+    heartbeat_s: Annotated[
+        Seconds, Meta(ge=MIN_INTERVAL_S, description="interval at which a member renews its lease")
+    ] = 0.5
     regroup_s: Annotated[Seconds, Meta(ge=0, description="time for members to report after their world broke")] = 0.5
-    reconnect_s: Annotated[Seconds, Meta(gt=0, description="interval between attempts to reach a lost coordinator")] = (
-        1.0
-    )
+    reconnect_s: Annotated[
+        Seconds, Meta(ge=MIN_INTERVAL_S, description="interval between attempts to reach a lost coordinator")
+    ] = 1.0
     hang_timeout_s: Annotated[Seconds, Meta(gt=0, description="duration after which a step counts as hung")] = 300.0
     orphan_timeout_s: Annotated[
         Seconds, Meta(gt=0, description="how long waiting members and pool machines look for a lost coordinator")

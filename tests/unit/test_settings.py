@@ -39,6 +39,9 @@ def test_names_and_variables_are_unique() -> None:
         ("notice.grace_s", 1e30, "expected a number ≤ 1e+09 and ≥ 0"),
         ("checkpoint.keep", 1 << 63, "expected an integer ≤ 9.0072e+15 and ≥ 1"),
         ("servers", 10**9, "expected an integer ≥ 1 and ≤ 256"),
+        ("heartbeat_s", 1e-9, "expected a number ≥ 0.01"),
+        ("reconnect_s", 0, "expected a number ≥ 0.01"),
+        ("ports", "29400-65536", "expected a range of ports from 1 to 65535, such as 29400-29499"),
         ("ports", "0-70000", "expected a range of ports from 1 to 65535, such as 29400-29499"),
     ],
 )
@@ -99,3 +102,12 @@ def test_lease_that_is_too_short_for_its_heartbeats_is_refused() -> None:
         shoal_settings.parse_settings({"lease_s": 0.5})
     assert caught.value.do == "set heartbeat_s=0.25 or less, or lease_s=1 or more"
     assert shoal_settings.parse_settings({"lease_s": 0.5, "heartbeat_s": 0.1}).lease_s == 0.5
+
+
+def test_number_of_thousands_of_digits_is_refused() -> None:
+    with pytest.raises(BadSettings, match=r"digits|checkpoint\.keep"):
+        shoal_settings.parse_value("checkpoint.keep", "1" + "0" * 5000)
+
+
+def test_whole_range_of_ports_may_be_given() -> None:
+    assert shoal_settings.parse_value("ports", "1-65535") == "1-65535"

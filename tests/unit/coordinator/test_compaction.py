@@ -117,6 +117,15 @@ def test_state_that_cannot_be_encoded_does_not_end_the_coordinator(tmp_path: Pat
     service.close()
 
 
+def test_state_that_cannot_be_decoded_again_replaces_no_events(tmp_path: Path) -> None:
+    service = trained(tmp_path)
+    compactor = Compactor(service._journal, service.views, lambda: service.encode_state()[:-1])
+    assert not asyncio.run(compactor.compact())
+    assert not (tmp_path / journal.SNAPSHOT_FILE).exists()
+    assert service._journal.events > 0
+    service.close()
+
+
 def test_nothing_is_dropped_that_the_views_do_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = trained(tmp_path)
     before = service._journal.path.read_bytes()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tests.unit.coordinator.stage import open_service
+import pytest
+from tests.unit.coordinator.stage import create_run, open_service
 
-from shoal.core.runs.events import RunCreated
+from shoal.coordinator import service as service_module
+from shoal.core.membership import events as ev
+from shoal.core.runs.events import ProgressMeasured, RunCreated
 from shoal.core.runs.spec import RunSpec
 from shoal.errors import JournalUnwritable
-from shoal.store.journal import read
+from shoal.store.journal import Journal, JournalEntry, read
 
 CREATED = RunCreated(RunSpec("r", ("t.py",), "/", (1, 1)), {"tensorboard": False})
 
@@ -48,3 +52,59 @@ def test_actions_wait_in_order_while_the_journal_cannot_be_written(tmp_path: Pat
     full = False
     assert (service.retry(), done) == (None, [1, 2])
     service.close()
+
+
+def refuse(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the journal have no space for events of this kind."""
+    append = Journal.append
+
+    def append_others(self: Journal, run: str, event: Any, at: float) -> JournalEntry:
+        if isinstance(event, kind):
+            raise JournalUnwritable("the disk is full")
+        return append(self, run, event, at)
+
+    monkeypatch.setattr(Journal, "append", append_others)
+
+
+def test_events_that_wait_for_the_journal_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_WAITING", 3)
+    service, done, full = open_service(tmp_path), list[int](), True
+
+    def first() -> None:
+        if full:
+            raise JournalUnwritable("the disk is full")
+
+    service.attempt(first)
+    for number in range(5):
+        service.attempt(lambda number=number: done.append(number))
+    full = False
+    assert (service.retry(), done) == (None, [0, 1])
+    service.close()
+
+
+def test_measured_step_is_kept_until_the_journal_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = open_service(tmp_path)
+    create_run(service)
+    service.measured("r-1", ProgressMeasured(7, 0, None, 0.5, 1.0, {}))
+    with monkeypatch.context() as patched:
+        refuse(ev.ProgressRecorded, patched)
+        with pytest.raises(JournalUnwritable):
+            service.handle("r-1", ev.ScaleRequested(1, 1))
+    service.handle("r-1", ev.ScaleRequested(1, 1))
+    assert service.state.runs["r-1"].membership.step == 7
+    service.close()
+
+
+@pytest.mark.parametrize("loss", [0.5, float("inf")])
+def test_run_ends_although_its_last_measurement_cannot_be_journaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: float
+) -> None:
+    service = open_service(tmp_path)
+    create_run(service)
+    service.measured("r-1", ProgressMeasured(5, 0, None, loss, 1.0, {}))
+    if loss == 0.5:
+        refuse(ProgressMeasured, monkeypatch)
+    service.handle("r-1", ev.StopRequested("enough", False, 75))
+    assert service.state.runs["r-1"].has_ended
+    service.close()
+    assert [entry.kind for entry in read(tmp_path)][-1] == "StopRequested"

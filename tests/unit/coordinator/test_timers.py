@@ -8,6 +8,7 @@ import pytest
 
 from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.timers import LISTEN_AGAIN_S, Timers
+from shoal.core.membership import decide
 from shoal.core.membership import events as ev
 from shoal.core.membership.state import LastHeartbeat
 from shoal.core.runs.events import RunCreated
@@ -81,3 +82,14 @@ def test_no_timer_fires_while_the_journal_cannot_be_written(service: Coordinator
     full = False
     timers.tick()
     assert (service.is_blocked, len(calls)) == (False, 1)
+
+
+def test_timer_that_stays_due_is_journaled_once_a_second(
+    service: CoordinatorService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers, start, before = Timers(service), service.clock.now(), service._journal.seq
+    monkeypatch.setattr(decide, "due", lambda *_: [ev.TimerFired("retry")])
+    for tick in range(40):
+        monkeypatch.setattr(service.clock, "now", lambda tick=tick: start + 0.05 * tick)
+        timers.tick()
+    assert service._journal.seq - before == 2

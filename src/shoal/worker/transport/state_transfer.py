@@ -37,6 +37,8 @@ _MAGIC = b"shst"
 _CHECKSUM = struct.Struct("!I")
 _RECEIVED = b"\x06"
 _POLL_S = 0.02
+# poll(2) counts milliseconds in 32 bits, and Python lets larger timeouts wrap around.
+MAX_TIMEOUT_S = 2e6
 
 
 class SnapshotLike(Protocol):
@@ -76,7 +78,7 @@ class TransferHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ar
 def send(sock: socket.socket, snapshot: SnapshotLike, reader: str, hang_timeout_s: float) -> None:
     """Send a snapshot to one reader; mark the reader as done in the snapshot, however this ends."""
     try:
-        sock.settimeout(hang_timeout_s)
+        sock.settimeout(min(hang_timeout_s, MAX_TIMEOUT_S))
         sizes = tuple(snapshot.sizes)
         header = msgspec.msgpack.encode(TransferHeader(snapshot.step, bytes(snapshot.header), sizes))
         sock.sendall(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)))

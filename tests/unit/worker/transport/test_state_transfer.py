@@ -87,3 +87,20 @@ def test_cancelled_reader_stops_waiting(pair: Pair) -> None:
     cancelled.set()
     with pytest.raises(ExchangeBroken, match="no longer needs the state"):
         state_transfer.receive(pair[1], "m0", 30.0, cancelled)
+
+
+def test_limit_of_months_does_not_wrap_around_to_a_fraction_of_a_second(pair: Pair) -> None:
+    limits: list[float | None] = []
+
+    class Recorded(Snapshot):
+        def chunk(self, reader: str, index: int, start: int, stop: int) -> memoryview:
+            limits.append(pair[0].gettimeout())
+            return super().chunk(reader, index, start, stop)
+
+    snapshot = Recorded(5, b"header", [np.arange(3, dtype=np.uint8)], 1)
+    sender = threading.Thread(target=state_transfer.send, args=(pair[0], snapshot, "m1", 2**32 / 1000 + 0.1))
+    sender.start()
+    receive(pair[1])
+    sender.join()
+    assert limits == [state_transfer.MAX_TIMEOUT_S]
+    assert limits[0] * 1000 < 1 << 31

@@ -66,7 +66,7 @@ class World:
     def __post_init__(self) -> None:
         validation.check_counts(self.number, self.step)
         validation.check_length(self.seats, self.sources, self.catching_up)
-        validation.check_counts(*self.sources, *self.sources.values(), *self.catching_up, most=len(self.seats))
+        validation.check_counts(*self.sources, *self.sources.values(), *self.catching_up, most=len(self.seats) - 1)
 
     @property
     def size(self) -> int:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from shoal.core.state_check import StateDigest, TensorDigest
+from shoal.core.step_report import StepReport
+from shoal.core.world import Address, Seat, World
 from shoal.errors import StateDiverged
+from shoal.settings import parse_settings
 from shoal.testing.threaded_world import FixedWorldSession, together
 from shoal.torch.run import Run
+from shoal.worker.training.state_check import MAX_REPAIRS, StateCheck
+from shoal.worker.transport.exchange_broken import ExchangeBroken
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -144,3 +152,68 @@ def test_rounds_of_local_sgd_compare_the_parameters_alone(tmp_path: Path) -> Non
 
     with pytest.raises(StateDiverged, match=r"head\.bias"):
         together(2, lambda session: Edits(session, tmp_path, sync="local:2").train(edit_between_rounds))
+
+
+class Diverged:
+    """The check of one of three ranks, of which rank 2 holds another weight than the others."""
+
+    def __init__(self, rank: int, on_divergence: str = "stop") -> None:
+        self.rank, self.settings = rank, parse_settings({"on_divergence": on_divergence})
+        self.calls: list[str] = []
+        self.tensors = (TensorDigest("weight", "parameter", rank // 2, (float(rank // 2),)),)
+        self.check = StateCheck(self, lambda: self.tensors, lambda: "cpu")  # type: ignore[arg-type]
+        seats = tuple(Seat(f"m/{number}", "1", Address("h", 1)) for number in range(3))
+        self.world = World(1, seats, 0)
+
+    def forget_state(self) -> None:
+        self.calls.append("forget")
+
+    def barrier(self) -> None:
+        self.calls.append("barrier")
+        raise ExchangeBroken("a peer was faster")
+
+    def gather(self, row: Any) -> Any:
+        rows = np.stack([row, row, row])
+        if len(row) > 3:
+            rows[:, :2] = [[0, 0], [0, 0], [1, 1]]
+        return SimpleNamespace(result=lambda: rows)
+
+    def compare(self) -> None:
+        reports = [StepReport(5, compute_s=0.1, checksum=1 + rank // 2) for rank in range(3)]
+        step: Any = SimpleNamespace(
+            number=5, reports=reports, digest=StateDigest(self.tensors), exchange=self, world=self.world
+        )
+        self.check.compare(step)
+
+
+def test_all_meet_before_the_first_raises_that_they_differ() -> None:
+    member = Diverged(0)
+    with pytest.raises(StateDiverged, match="weight differs"):
+        member.compare()
+    assert member.calls == ["barrier"], "a member that ends at once takes the details from the others"
+
+
+def test_minority_drops_its_state_before_the_world_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    for rank, calls in ((0, ["barrier"]), (2, ["forget", "barrier"])):
+        member = Diverged(rank, "repair")
+        with pytest.raises(ExchangeBroken, match=r"m/2 diverged .* takes over the state of m/0"):
+            member.compare()
+        assert member.calls == calls
+    assert "weight differs" in capfd.readouterr().err
+
+
+def test_cause_that_persists_stops_the_run_after_some_repairs() -> None:
+    member = Diverged(2, "repair")
+    for _ in range(MAX_REPAIRS):
+        with pytest.raises(ExchangeBroken):
+            member.compare()
+    with pytest.raises(StateDiverged):
+        member.compare()
+    assert member.calls.count("forget") == MAX_REPAIRS
+
+
+def test_state_is_not_hashed_while_a_rank_catches_up() -> None:
+    member = Diverged(0)
+    assert member.check.digest(5, member.world, catching_up=(1,)) is None
+    assert member.check.digest(5, member.world, catching_up=()) is not None
+    assert Diverged(0, "off").check.digest(5, member.world, catching_up=()) is None

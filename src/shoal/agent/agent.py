@@ -255,7 +255,8 @@ class Agent:
 
     async def _stay_connected(self) -> None:
         """Reconnect for as long as members live, or until an idle agent has waited long enough; then raise."""
-        away_since = time.time()
+        # Not the wall clock, which may jump: an agent that gives up takes its members with it.
+        away_since = time.monotonic()
         pause_s = _RETRY_MIN_S
         log_at = 0.0
         while True:
@@ -264,11 +265,11 @@ class Agent:
             if self._ending.is_set():
                 await asyncio.Event().wait()
             if self._connects > connects:
-                away_since, pause_s, log_at = time.time(), _RETRY_MIN_S, 0.0
+                away_since, pause_s, log_at = time.monotonic(), _RETRY_MIN_S, 0.0
             # An agent that never found the coordinator most likely never will, and its machine may cost money.
             longest_s = self._settings.idle_s if self._connects else min(self._settings.idle_s, _FIRST_CONNECT_S)
             until = max(away_since, self._members.last_exit) + longest_s
-            if not len(self._members) and time.time() > until:
+            if not len(self._members) and time.monotonic() > until:
                 several = "," in self._settings.url
                 where = "at any of its addresses" if several else f"at {self._settings.url}"
                 raise (NoCoordinatorAddress if several else CoordinatorUnreachable)(
@@ -278,14 +279,14 @@ class Agent:
                 )
             if (
                 self._settings.orphan_timeout_s is not None
-                and time.time() > away_since + self._settings.orphan_timeout_s
+                and time.monotonic() > away_since + self._settings.orphan_timeout_s
             ):
                 self._members.notice_all()
                 self._end(f"no coordinator answered for {self._settings.orphan_timeout_s:g} s", self._settings.grace_s)
                 continue
-            if time.time() >= log_at:
+            if time.monotonic() >= log_at:
                 self._log_waiting(away_since, until, why)
-                log_at = time.time() + _LOG_EVERY_S
+                log_at = time.monotonic() + _LOG_EVERY_S
             await asyncio.sleep(pause_s * self._random.uniform(0.7, 1.3))
             pause_s = min(pause_s * 1.6, _RETRY_MAX_S)
 
@@ -368,7 +369,8 @@ def _shoal_home(environ: dict[str, str], directory: Path) -> Path:
 
 
 def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))
+    """Return a time of the monotonic clock as the wall clock shows it."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() + at - time.monotonic()))
 
 
 def run(settings: AgentSettings, environ: dict[str, str]) -> int:

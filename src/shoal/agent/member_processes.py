@@ -329,7 +329,7 @@ class MemberProcesses:
         log.info("%s of run %s ended: %s %s", member.request.member, member.request.run, verdict.cause, verdict.detail)
         detail = verdict.detail[:_DETAIL_CHARACTERS]
         self._outbox.put(MemberExitedMsg(*member.name, end.exit_code, end.signal, verdict.cause, detail))
-        self.last_exit = time.time()
+        self.last_exit = time.monotonic()
         member.ended.set()
 
 

@@ -98,17 +98,19 @@ class Supervisor:
 
     def _wait_for_release(self, note: Callable[[str], None]) -> None:
         """Block until the coordinator has exited, or for as long as it says that releasing its machines may take."""
-        until = time.time() + (RELEASE_GRACE_S if self._plan.pools is not None else GRACE_S)
-        noted_at = 0.0
-        while not self._coordinator.wait(POLL_S) and time.time() < until:
+        until = time.monotonic() + (RELEASE_GRACE_S if self._plan.pools is not None else GRACE_S)
+        noted_at, known = -NOTE_EVERY_S, None
+        while not self._coordinator.wait(POLL_S) and time.monotonic() < until:
             release = pool_files.read_release_progress(self._directory)
-            if release is not None:
-                until = max(until, release.until + GRACE_S)
-                if release.remaining and time.time() - noted_at > NOTE_EVERY_S:
-                    noted_at = time.time()
+            if release is not None and release != known:
+                # Another process wrote a time of the wall clock, which may jump: what remains is read off once.
+                known, now, remaining_s = release, time.monotonic(), max(0.0, release.until - time.time())
+                until = max(until, now + remaining_s + GRACE_S)
+                if release.remaining and now - noted_at > NOTE_EVERY_S:
+                    noted_at = now
                     machines = counted(release.remaining, "machine")
                     with contextlib.suppress(OSError):  # the terminal may be gone
-                        note(f"releasing {machines}; this may take {release.until - noted_at:.0f} s")
+                        note(f"releasing {machines}; this may take {remaining_s:.0f} s")
 
     def download_outputs(self) -> tuple[str, ...]:
         """Copy the files that remote members saved to where local members would have saved them; return their names."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +97,25 @@ def test_idle_agent_gives_up_a_coordinator_that_stays_away(
     monkeypatch.setattr(Agent, "_connect_once", refused)
     with pytest.raises(error, match="did not answer"):
         with_agent(tmp_path, lambda agent: agent._stay_connected(), url=url, idle_s=0.0)
+
+
+def test_clock_that_jumps_does_not_end_an_agent_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[float] = []
+    times = count(1e9, 1e6)
+
+    class Enough(BaseException):
+        """The agent still waits."""
+
+    async def refused(agent: Agent) -> str:
+        tries.append(time.time())
+        if len(tries) == 3:
+            raise Enough
+        return "connection refused"
+
+    monkeypatch.setattr(Agent, "_connect_once", refused)
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    with pytest.raises(Enough):
+        with_agent(tmp_path, lambda agent: agent._stay_connected(), idle_s=3600.0, orphan_timeout_s=1800.0)
 
 
 def test_directory_that_cannot_be_created_is_an_error_with_advice(tmp_path: Path) -> None:

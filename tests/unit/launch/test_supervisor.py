@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from shoal.launch.api_client import ApiClient
 from shoal.launch.child_service import ChildService
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.supervisor import Supervisor
+from shoal.wire import pool_files
 from shoal.wire.api import RunView, ScaleRequest
 
 
@@ -89,3 +91,27 @@ def test_run_that_never_ended_is_scaled_but_not_resumed(
     resuming = LaunchPlan("", coordinator=(), agent=(), resume="r", members=members)
     assert supervisor.submit_or_resume(cast(ApiClient, client), resuming).run == "r"
     assert client.requests == requests
+
+
+def test_clock_that_jumps_back_does_not_prolong_the_release_of_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, notes = [100.0], list[str]()
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1e9 + 200.0 - 10 * now[0])
+
+    class Releasing:
+        """A coordinator that does not end; each wait takes a second."""
+
+        def wait(self, timeout_s: float) -> bool:
+            del timeout_s
+            now[0] += 1.0
+            return False
+
+    monkeypatch.setattr(supervisor, "time", clock)
+    progress = pool_files.ReleaseProgress(1, 1e9 - 760.0)
+    monkeypatch.setattr(pool_files, "read_release_progress", lambda _: progress)
+    held = Supervisor(plan(tmp_path, ""))
+    held._coordinator = cast(Any, Releasing())
+    held._wait_for_release(notes.append)
+    assert notes == ["releasing 1 machine; this may take 50 s"]
+    assert now[0] == pytest.approx(101.0 + 50.0 + supervisor.GRACE_S, abs=2.0)

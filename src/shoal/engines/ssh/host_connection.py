@@ -91,7 +91,7 @@ class HostConnection:
         """Return the last reply to `list`; None if there is none, or the host counts as lost by now."""
         _, reply = self._replies.get(tag, (0.0, None))
         since = self.silent_since
-        lost = since is not None and time.time() - since > self._options.lost_after_s
+        lost = since is not None and time.monotonic() - since > self._options.lost_after_s
         return None if lost else reply
 
     def allocations(self, tag: str) -> tuple[RemoteAllocation, ...]:
@@ -116,13 +116,14 @@ class HostConnection:
 
     def why(self) -> str:
         """Return what is wrong with the host, and since when."""
-        since = time.strftime("%H:%M:%S", time.localtime(self.silent_since or time.time()))
+        silent_s = time.monotonic() - self.silent_since if self.silent_since is not None else 0.0
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
         return f"{self.error}, since {since}"
 
     def _on_failure(self, failure: HostError) -> None:
         self.error = failure
         if self.silent_since is None:
-            self.silent_since, self._pause_s = time.time(), PAUSE_S
+            self.silent_since, self._pause_s = time.monotonic(), PAUSE_S
         self._retry_at = time.monotonic() + self._pause_s
         self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
 

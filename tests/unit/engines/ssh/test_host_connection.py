@@ -32,6 +32,19 @@ def test_silent_host_is_called_again_with_growing_pauses(monkeypatch: pytest.Mon
     assert connection.why().startswith("gpu1 does not answer: no reply within 3 s, since ")
 
 
+def test_clock_that_jumps_does_not_make_a_silent_host_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(host_connection.time, "monotonic", lambda: now)
+    connection = HostConnection("lab", SshHost("gpu1", 1), OPTIONS, "/tmp/c", lambda _: None)
+    connection._replies["tag"] = (now, {"allocations": []})
+    connection._on_failure(silent("lab", "gpu1", 3.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(host_connection.time, "time", lambda: 1e10)
+        assert connection.last_reply("tag") is not None
+    now += OPTIONS.lost_after_s + 1.0
+    assert connection.last_reply("tag") is None
+
+
 def test_machine_without_ssh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     connection = HostConnection("lab", SshHost("gpu1", 1), OPTIONS, "/tmp/c", lambda _: None)

@@ -5,7 +5,8 @@ schedulers in committed steps only, and by sending the state of all attached obj
 trained by each member on its own: on its share only, again after every repeated step, and from the start in a joiner.
 Such a run ends well and its result is wrong, so it is refused, as early as the mistake can be seen:
 
-- `check_attached`, before the loop: no model or optimizer, lazy layers, an optimizer with parameters of another module.
+- `check_attached`, before the loop: no model, parameters or optimizer, lazy layers, an optimizer of another
+  module's parameters.
 - `check_companions`, before the loop and once more when a learning rate changes by itself: schedulers of an attached
   optimizer and weight averages (`AveragedModel`) of the attached model, searched for among all live objects.
 - `check_loss`, in the steps 0, 1, 2, 4, 8 …: parameters in the graph of the loss that the model does not own.
@@ -67,6 +68,12 @@ def check_attached(model: torch.nn.Module | None, optimizers: Sequence[torch.opt
             do="call the model with a sample before run.attach, on every member",
         )
     attached = set(map(id, model.parameters()))
+    if not attached:
+        raise NotAttached(
+            f"the attached {type(model).__name__} has no parameters",
+            why="there is nothing to train in it; its buffers are not trained",
+            do="attach the module that holds the parameters of the optimizer",
+        )
     for optimizer in optimizers:
         foreign = [tuple(p.shape) for p in _trained_by(optimizer) if p.requires_grad and id(p) not in attached]
         if foreign:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.unit.coordinator.stage import open_service
 
-from shoal.coordinator.http.commands import _complete_settings
-from shoal.errors import BadRole
+from shoal.coordinator.http.commands import RunCommands, _complete_settings
+from shoal.core.runs.events import RunCreated
+from shoal.errors import BadRole, PermissionDenied
 from shoal.settings import parse_settings
 from shoal.wire.api import RoleSpec, RunSpec
 
@@ -42,3 +45,16 @@ def test_unmodified_script_cannot_have_an_evaluator(kind: str) -> None:
 
 def test_unmodified_script_without_an_evaluator_is_accepted() -> None:
     assert settings_of("torchrun", evaluators=0)["evaluator"] is False
+
+
+def test_what_a_run_prints_is_for_its_user_unless_it_is_shared(tmp_path: Path) -> None:
+    service = open_service(tmp_path)
+    for name, visibility in (("own-1", "private"), ("all-1", "shared")):
+        spec = RunSpec(name, ("train.py",), "/", (1, 1))
+        service.handle(name, RunCreated(spec, {"tensorboard": False, "visibility": visibility}, "ada"))
+    commands = RunCommands(service)
+    assert commands.find_readable("ada", "own-1").name == "own-1"
+    assert commands.find_readable("bob", "all-1").name == "all-1"
+    with pytest.raises(PermissionDenied, match="belongs to ada"):
+        commands.find_readable("bob", "own-1")
+    service.close()

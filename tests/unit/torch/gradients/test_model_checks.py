@@ -81,6 +81,13 @@ def test_dtensor_parameters_are_refused() -> None:
         refuse_distributed(model)
 
 
+def test_dtensor_in_an_optimizer_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    divided = torch.nn.Parameter(DTensor.from_local(torch.zeros(2), mesh))
+    with pytest.raises(UnusableModel, match="a parameter of the optimizer is a DTensor"):
+        refuse_distributed(torch.nn.Linear(2, 1), [torch.optim.SGD([divided], lr=0.1)])
+
+
 def test_plain_model_is_accepted_beside_a_process_group() -> None:
     refuse_distributed(torch.nn.Linear(2, 1))
 

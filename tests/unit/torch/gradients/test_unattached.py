@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from shoal.errors import NotAttached, UnusableBackward
-from shoal.torch.gradients.unattached import instances, is_checked_step
+from shoal.torch.gradients.unattached import check_attached, instances, is_checked_step
 from shoal.torch.run import Run
 from shoal.worker.session.standalone import StandaloneSession
 
@@ -176,6 +177,45 @@ def test_rate_set_by_hand_is_accepted(stage: Stage) -> None:
 
     stage.train(torch.mean, set_rate)
     assert stage.run.step == 4
+
+
+def test_scheduler_that_the_script_has_dropped_is_no_suspect(stage: Stage) -> None:
+    dropped: Any = lr_scheduler.StepLR(stage.optimizer, 1)
+    dropped.itself = dropped
+    gc.disable()
+    try:
+        del dropped
+        stage.train(torch.sum)
+    finally:
+        gc.enable()
+    assert stage.run.step == 4
+
+
+def test_optimizer_of_another_thread_is_not_part_of_the_loop(stage: Stage) -> None:
+    other = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+
+    def step_elsewhere() -> None:
+        thread = threading.Thread(target=other.step)
+        thread.start()
+        thread.join()
+
+    stage.train(torch.sum, after=step_elsewhere)
+    assert stage.run.step == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "trained", "named"),
+    [
+        (lambda: torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 1), "BatchNorm1d has no parameters"),
+        (lambda: torch.nn.LazyLinear(1), torch.nn.Linear(2, 1), "lazy layers"),
+        (lambda: torch.nn.Linear(2, 1), torch.nn.Linear(2, 1), "SGD trains 2 parameters"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_loop(
+    model: Callable[[], torch.nn.Module], trained: torch.nn.Module, named: str
+) -> None:
+    with pytest.raises(NotAttached, match=named):
+        check_attached(model(), [torch.optim.SGD(trained.parameters(), lr=0.1)])
 
 
 def test_average_that_is_not_attached_is_refused(stage: Stage) -> None:

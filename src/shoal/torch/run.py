@@ -142,7 +142,9 @@ class Run(BaseRun):
         for module in modules:
             refuse_distributed(module, given)
             refuse_meta(module)
-        models = [module for module in modules if any(id(p) in trained for p in module.parameters())]
+        models = _without_holders(
+            [module for module in modules if any(id(p) in trained for p in module.parameters())], trainer.model
+        )
         if trainer.model is None and not models:
             models = [module for module in modules if not isinstance(module, AveragedModel)][:1]
         for model in models:
@@ -163,7 +165,7 @@ class Run(BaseRun):
                 why="it has no state_dict and load_state_dict",
                 do="pass the model, optimizers and schedulers one by one; use run.state for anything else",
             )
-        kind = "scheduler" if hasattr(part, "step") else "state"
+        kind = "scheduler" if callable(getattr(part, "step", None)) else "state"
         if kind == "scheduler":
             guard_scheduler(self._trainer, part)
             self._trainer.schedulers.append(part)
@@ -323,7 +325,7 @@ class Run(BaseRun):
         for name, part in self._training_state.parts.items():
             if name.startswith("state") and is_copy(part, model):
                 trainer.refuse_copies()
-                trainer.copies.add(part)
+                trainer.copies.add(part, model)
 
     def _follow(self, session: EvaluatorSession, model: torch.nn.Module) -> Iterator[Any]:
         """Evaluate checkpoints until the run ends, then end the process: an evaluator has no batches."""
@@ -339,6 +341,19 @@ class Run(BaseRun):
             session, self._training_state, request, lambda path: torch.save(model.state_dict(), path)
         )
         yield
+
+
+def _without_holders(models: list[torch.nn.Module], attached: torch.nn.Module | None) -> list[torch.nn.Module]:
+    """Leave out modules that hold another one and train nothing more, such as an average that refers to its model."""
+    inner = models if attached is None else [*models, attached]
+
+    def trained(module: torch.nn.Module) -> set[int]:
+        return {id(p) for p in module.parameters() if p.requires_grad}
+
+    def holds(outer: torch.nn.Module, model: torch.nn.Module) -> bool:
+        return outer is not model and model in set(outer.modules()) and trained(outer) == trained(model)
+
+    return [module for module in models if not any(holds(module, model) for model in inner)]
 
 
 def _scalar(name: str, tensor: torch.Tensor) -> torch.Tensor:

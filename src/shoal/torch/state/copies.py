@@ -39,12 +39,14 @@ class ModelCopies:
     def __init__(self, gate: CommitGate) -> None:
         self._gate = gate
         self.copies: list[Any] = []
+        self._models: list[torch.nn.Module] = []
         self.asked = False
         self._before: list[list[tuple[torch.Tensor, int]]] = []
 
-    def add(self, copy: Any) -> None:
-        """Guard the updates of a copy."""
+    def add(self, copy: Any, model: torch.nn.Module) -> None:
+        """Guard the updates of a copy of `model`, to which it may refer."""
         self.copies.append(copy)
+        self._models.append(model)
         for name in UPDATES:
             if callable(getattr(copy, name, None)):
                 self._guard(copy, name)
@@ -64,14 +66,17 @@ class ModelCopies:
     def begin_body(self) -> None:
         """Remember the copies as they are before the loop body runs."""
         self.asked = False
-        self._before = [[(tensor, tensor._version) for tensor in _own_tensors(copy)] for copy in self.copies]
+        self._before = [
+            [(tensor, tensor._version) for tensor in _kept_tensors(copy, model)]
+            for copy, model in zip(self.copies, self._models, strict=True)
+        ]
 
     def check_body(self) -> None:
         """Raise UnusableBackward if the body changed a copy without asking whether the step was committed."""
         if self.asked:
             return
-        for copy, before in zip(self.copies, self._before, strict=False):
-            if _has_changed(copy, before):
+        for copy, model, before in zip(self.copies, self._models, self._before, strict=False):
+            if _has_changed(copy, model, before):
                 raise UnusableBackward(
                     f"{type(copy).__name__}, an attached copy of the model, changed without a look at run.committed",
                     why="the loop body also runs for micro-batches and for steps that are repeated; each would count",
@@ -87,16 +92,22 @@ def is_copy(part: Any, model: torch.nn.Module) -> bool:
     return bool(shapes) and not shapes - Counter(tuple(tensor.shape) for tensor in _tensors(part.state_dict()))
 
 
-def _own_tensors(copy: Any) -> list[torch.Tensor]:
+def _kept_tensors(copy: Any, model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the tensors that a copy keeps; none if its state_dict makes new ones, which say nothing about a change."""
-    first, second = list(_tensors(copy)), list(_tensors(copy))
+    first, second = _own_tensors(copy, model), _own_tensors(copy, model)
     return first if len(first) == len(second) and all(map(operator.is_, first, second)) else []
 
 
-def _has_changed(copy: Any, before: list[tuple[torch.Tensor, int]]) -> bool:
+def _own_tensors(copy: Any, model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the tensors of a copy without those of the model itself, to which the copy may refer."""
+    shared = set(map(id, _tensors(model)))
+    return [tensor for tensor in _tensors(copy) if id(tensor) not in shared]
+
+
+def _has_changed(copy: Any, model: torch.nn.Module, before: list[tuple[torch.Tensor, int]]) -> bool:
     if not before:
         return False
-    now = list(_tensors(copy))
+    now = _own_tensors(copy, model)
     return len(now) != len(before) or any(
         tensor is not kept or tensor._version != version for tensor, (kept, version) in zip(now, before, strict=True)
     )

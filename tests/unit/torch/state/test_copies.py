@@ -41,6 +41,23 @@ class Shadow:
         self.shadow, self.updates = state["shadow"], state["updates"]
 
 
+class Holder(torch.nn.Module):
+    """An average that holds its model, has a counter called `step`, and takes no argument."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.online, self.average = model, copy.deepcopy(model).requires_grad_(False)
+        self.register_buffer("step", torch.tensor(0))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.step += 1
+        for average, p in zip(self.average.parameters(), self.online.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+
+    absorb = update
+
+
 class Stage:
     def __init__(self, directory: Path) -> None:
         self.run = Run(StandaloneSession(), "alone", str(directory))
@@ -74,6 +91,35 @@ def test_update_method_of_a_copy_counts_committed_steps(stage: Stage, micro: int
     stage.run.attach(stage.model, stage.optimizer, shadow)
     stage.train(lambda: shadow.update(stage.model), micro)
     assert shadow.updates == 4
+
+
+@pytest.mark.parametrize("micro", [None, 1])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_average_that_holds_its_model_is_no_second_model(stage: Stage, micro: int | None, at_once: bool) -> None:
+    stage.model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), stage.model)  # its statistics change in every forward
+    stage.optimizer = torch.optim.SGD(stage.model.parameters(), lr=0.001)
+    holder = Holder(stage.model)
+    for parts in [(holder, stage.model, stage.optimizer)] if at_once else [(stage.model, stage.optimizer), (holder,)]:
+        stage.run.attach(*parts)
+    for (x,) in stage.run.batches(DATA, size=4, epochs=2, micro=2 if micro else None):
+        stage.run.backward(stage.model(x).mean())
+        stage.optimizer.step()
+        holder.update()
+        stage.optimizer.zero_grad()
+    assert holder.step == stage.run.step == 4
+
+
+def test_average_that_holds_its_model_must_still_ask_for_the_commit(stage: Stage) -> None:
+    holder = Holder(stage.model)
+    stage.run.attach(stage.model, stage.optimizer, holder)
+    with pytest.raises(UnusableBackward, match=r"Holder, an attached copy"):
+        stage.train(holder.absorb, micro=1)
+
+
+def test_module_that_trains_more_than_the_model_in_it_is_a_second_model(stage: Stage) -> None:
+    outer = torch.nn.ModuleList([stage.model, torch.nn.Linear(2, 1)])
+    with pytest.raises(NotAttached, match="two models"):
+        stage.run.attach(stage.model, outer, stage.optimizer)
 
 
 @pytest.mark.parametrize("micro", [None, 1])

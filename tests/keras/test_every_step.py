@@ -686,6 +686,43 @@ def test_model_without_call_trains_on_x_alone_like_plain_keras() -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_average_that_train_step_assigns_is_refused(frozen: bool) -> None:
+    class Averaged(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.average = keras.layers.Dense(1), keras.layers.Dense(1)
+            self.average.build((None, 6))
+            self.average.trainable = not frozen
+
+        def call(self, x: Any) -> Any:
+            return self.layer(x)
+
+        def train_step(self, *given: Any) -> Any:
+            logs = super().train_step(*given)
+            for weight, average in zip(self.layer.weights, self.average.weights, strict=True):
+                average.assign(0.9 * average + 0.1 * weight)
+            return logs
+
+    model = compiled(Averaged())
+    with pytest.raises(UnusableModel, match=r"assigns the weights .*kernel.* after it applied its optimizer"):
+        model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+
+
+@only_tensorflow
+def test_train_step_for_one_number_of_samples_is_explained() -> None:
+    def train_step(self: Any, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(self.maker(x + keras.random.normal((8, 6))))
+        _apply(self.optimizer, tape, loss, self.maker)
+        return {"loss": loss}
+
+    model = _model_with(train_step, maker=keras.layers.Dense(3))
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        _fit_alone(model, data()[0])
+    assert "called train_step with 2 samples" in raised.value.__notes__[0]
+
+
 @only_tensorflow
 def test_second_optimizer_in_train_step_is_refused() -> None:
     other = keras.optimizers.Adam(0.1, name="critic")

@@ -6,6 +6,10 @@ same. A call of `apply` ends in one of three ways: inside `capturing` the gradie
 gradients applied to one member alone would make it differ from all others. Inside `capturing`, any other optimizer that
 is applied is an error for the same reason, wherever the script keeps it; so the `apply` of Keras' base class is wrapped
 once, and the wrapper does nothing else.
+
+What `train_step` does after `apply` runs before the gradients are applied. So weights that it assigns there, such as an
+average of the weights or a target network, would be computed from old weights, once per micro-batch, and again for a
+step that is repeated. `Variable.assign` is therefore wrapped too, and such a train step is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ class OptimizerGuard:
                 do="compile the model with a plain Keras optimizer",
             )
         _watch_all_optimizers()
+        _watch_assignments()
         self.optimizer = optimizer
+        self.assigned: list[Any] = []  # variables that the last train step assigned after its `apply`
         self.on_apply: OnApply | None = None
         self._original_apply: Callable[..., Any] = optimizer.apply
         self._captured: list[ApplyCall] | None = None
@@ -60,12 +66,13 @@ class OptimizerGuard:
         """Record the calls of `apply` instead of executing them; yield the list, which gets one call at most."""
         captured: list[ApplyCall] = []
         self._captured = captured
-        _thread.capturing = True
+        _thread.capturing, self.assigned = captured, []
+        _thread.assigned = self.assigned
         try:
             yield captured
         finally:
             self._captured = None
-            _thread.capturing = False
+            _thread.capturing = None
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         """Call the optimizer's own `apply`."""
@@ -91,6 +98,19 @@ class OptimizerGuard:
         self._captured.append(ApplyCall(gradients, variables))
 
 
+def refuse_assigned_weights(assigned: Sequence[Any], model: Any) -> None:
+    """Raise UnusableModel if a train step assigned weights of the model after it applied its optimizer."""
+    weights = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables} if assigned else set()
+    variable = next((variable for variable in assigned if id(variable) in weights or variable.trainable), None)
+    if variable is not None:
+        raise UnusableModel(
+            f"train_step assigns the weights {variable.path!r} after it applied its optimizer",
+            why="the optimizer is applied when all members have computed the step; what train_step does by itself would"
+            " see old weights, and count micro-batches and repeated steps",
+            do="for an average of the weights, pass use_ema=True to the optimizer; target networks are not supported",
+        )
+
+
 def single_apply_call(captured: list[ApplyCall]) -> ApplyCall:
     """Return the call of `apply` that a train step made; raise UnusableModel if it made none."""
     if not captured:
@@ -110,7 +130,7 @@ def _watch_all_optimizers() -> None:
 
     @wraps(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_thread, "capturing", False):
+        if getattr(_thread, "capturing", None) is not None:
             raise UnusableModel(
                 f"train_step applies a second optimizer, {type(self).__name__} {self.name!r}",
                 why="only the gradients of self.optimizer are summed over the members, so members would diverge",
@@ -119,3 +139,18 @@ def _watch_all_optimizers() -> None:
         return original(self, *args, **kwargs)
 
     base.apply = apply
+
+
+@cache
+def _watch_assignments() -> None:
+    """Note every variable that is assigned after the `apply` of a train step that is captured."""
+    base = next(kind for kind in reversed(keras.Variable.__mro__) if "assign" in vars(kind))
+    original = base.assign
+
+    @wraps(original)
+    def assign(self: Any, value: Any) -> Any:
+        if getattr(_thread, "capturing", None):
+            _thread.assigned.append(self)
+        return original(self, value)
+
+    base.assign = assign

@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import keras
 import numpy as np
 from numpy.typing import NDArray
 
@@ -104,7 +105,7 @@ class KerasTrainer(Loop, TrainFunction):
         self._collect_metric_variables()
         with RngState().preserved():
             try:
-                result = backend.compute(batch)
+                result = _compute_few(backend, batch)
                 self._fit_buffers(result.gradients)
                 assert self._sums is not None
                 backend.apply(self._sums.views, result.statistics, result.metrics_after)
@@ -414,3 +415,18 @@ def _unflatten(likes: Sequence[NDArray[Any]], flat: NDArray[np.float64]) -> Arra
         arrays.append(flat[start : start + like.size].reshape(like.shape).astype(like.dtype))
         start += like.size
     return arrays
+
+
+def _compute_few(backend: KerasBackend, batch: Any) -> TrainStepResult:
+    """Compute the gradients of a few samples; explain an error that their small number may have caused."""
+    try:
+        return backend.compute(batch)
+    except UnusableModel:
+        raise
+    except Exception as error:
+        samples = len(keras.tree.flatten(batch)[0])
+        error.add_note(
+            f"Shoal called train_step with {samples} samples. The number of samples differs between members and steps:"
+            " a train_step, layer or loss must take it from its data, not from a constant such as batch_size."
+        )
+        raise

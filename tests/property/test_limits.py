@@ -69,7 +69,8 @@ def example(info: inspect.Type) -> Any:
         case inspect.LiteralType(values=values):
             return values[0]
         case inspect.IntType(ge=least) | inspect.FloatType(ge=least):
-            return max(1, least or 1) if isinstance(info, inspect.IntType) else 0.5
+            # 0 is also the rank of the only seat of an example of a world.
+            return max(0, least or 0) if isinstance(info, inspect.IntType) else 0.5
         case inspect.BoolType():
             return True
     return ""

@@ -709,6 +709,27 @@ def test_average_that_train_step_assigns_is_refused(frozen: bool) -> None:
         model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
 
 
+class AddedLoss(keras.layers.Layer):
+    """Adds the square of its input as a loss: a value for each sample, or their mean."""
+
+    def __init__(self, mean: bool) -> None:
+        super().__init__()
+        self.mean = mean
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.mean(x**2) if self.mean else keras.ops.sum(x**2, axis=-1))
+        return x
+
+
+def test_loss_that_a_layer_adds_for_each_sample_is_refused() -> None:
+    """Keras sums it over the share: with three members the gradient once was a third of that of one."""
+    model = compiled(keras.Sequential([keras.layers.Dense(3), AddedLoss(mean=False), keras.layers.Dense(1)]))
+    with pytest.raises(UnusableModel, match="adds a loss of shape"):
+        model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+    model = compiled(keras.Sequential([keras.layers.Dense(3), AddedLoss(mean=True), keras.layers.Dense(1)]))
+    model.fit(shoal.batches(*data(), size=8), verbose=0, callbacks=[shoal.Elastic(run=_alone())])
+
+
 @only_tensorflow
 def test_train_step_for_one_number_of_samples_is_explained() -> None:
     def train_step(self: Any, x: Any) -> Any:

@@ -111,6 +111,19 @@ def refuse_assigned_weights(assigned: Sequence[Any], model: Any) -> None:
         )
 
 
+def refuse_losses_per_sample(model: Any) -> None:
+    """Raise UnusableModel if a layer adds a loss that is not one number: Keras sums it over the samples."""
+    for layer in model._flatten_layers():
+        for loss in getattr(layer, "_losses", ()):
+            if any(size != 1 for size in loss.shape):
+                raise UnusableModel(
+                    f"the layer {layer.name!r} adds a loss of shape {tuple(loss.shape)}",
+                    why="Keras adds up its values over the samples at hand; these are a share of the batch, so the"
+                    " gradient would shrink with the number of members",
+                    do="pass one number to add_loss: keras.ops.mean(loss) for a value of each sample",
+                )
+
+
 def single_apply_call(captured: list[ApplyCall]) -> ApplyCall:
     """Return the call of `apply` that a train step made; raise UnusableModel if it made none."""
     if not captured:

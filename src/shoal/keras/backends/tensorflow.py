@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 
 from shoal.errors import UnusableModel
 from shoal.keras.backends.base import Arrays, KerasBackend, Logs, SumGradients, TrainStepResult
-from shoal.keras.backends.optimizer_guard import OptimizerGuard, refuse_assigned_weights, single_apply_call
+from shoal.keras.backends.optimizer_guard import (
+    OptimizerGuard,
+    refuse_assigned_weights,
+    refuse_losses_per_sample,
+    single_apply_call,
+)
 
 
 class TensorFlowBackend(KerasBackend):
@@ -116,6 +121,7 @@ class TensorFlowBackend(KerasBackend):
             logs = self.model.train_step(batch)
         call = single_apply_call(captured)
         refuse_assigned_weights(self._guard.assigned, self.model)
+        refuse_losses_per_sample(self.model)
         self._gradient_indices = [index for index, gradient in enumerate(call.gradients) if gradient is not None]
         self._applied_variables = call.variables
         # Converted, because the gradients of embeddings are sparse.

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.keras.backends.base import Arrays, KerasBackend, Logs, SumGradients, TrainStepResult
-from shoal.keras.backends.optimizer_guard import refuse_assigned_weights, single_apply_call
+from shoal.keras.backends.optimizer_guard import refuse_assigned_weights, refuse_losses_per_sample, single_apply_call
 from shoal.worker.training.loop import mentions_out_of_memory
 
 
@@ -36,6 +36,7 @@ class TorchBackend(KerasBackend):
             logs = self.model.train_step(batch)
         call = single_apply_call(captured)
         refuse_assigned_weights(self._guard.assigned, self.model)
+        refuse_losses_per_sample(self.model)
         gradients = self._to_arrays(call.gradients, call.variables)
         statistics, metrics_after = (
             [self.read(variable) for variable in group] for group in (self.statistics, self.metric_variables)

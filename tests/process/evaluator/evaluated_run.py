@@ -37,9 +37,13 @@ class EvaluatedRun(CheckedRun):
         return run_id
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return the evaluations in the journal, oldest first; empty before there is a journal."""
+        """Return the evaluations in the journal, oldest first; empty before there is a journal.
+
+        A report whose reply was lost with the connection is repeated, and does not count again.
+        """
         journals = self.home.glob("coordinators/*/journal.jsonl")
-        return [entry["fields"] for file in journals for entry in read_journal(file, "EvaluationReported")]
+        reports = [entry["fields"] for file in journals for entry in read_journal(file, "EvaluationReported")]
+        return [report for report, before in zip(reports, [None, *reports], strict=False) if report != before]
 
     def scored(self) -> list[dict[str, Any]]:
         return [event for event in self.events() if event["event"] == "evaluate"]

@@ -6,7 +6,9 @@ For tests of what a step computes. Tests of members that die need processes (`ru
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -65,4 +67,11 @@ def together(count: int, body: Callable[[FixedWorldSession], T], catching_up: tu
         thread.join(2 * TIMEOUT_S)
     if failures:
         raise failures[0]
+    if stuck := [thread for thread in threads if thread.is_alive()]:
+        raise TimeoutError("".join(_stack(thread) for thread in stuck))
     return [results[rank] for rank in range(count)]
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return f"\n{thread.name} has not ended:\n" + "".join(traceback.format_stack(frame))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -41,7 +42,7 @@ class Reader:
         self._ahead = ahead
         self._placeholder_samples: list[Any] = []
         if ahead:
-            weakref.finalize(self, ahead.close)
+            weakref.finalize(self, _close_in_process, os.getpid(), ahead)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -119,3 +120,9 @@ class ShareLoader(Reader):
             return self._fetcher.read(key, always) or []
         with self._fetcher.generators.preserved():
             return self._fetcher.read(key, always) or []
+
+
+def _close_in_process(process: int, ahead: ReadAhead) -> None:
+    """Close `ahead`, unless a forked child collects the garbage: there its locks may be held for ever."""
+    if os.getpid() == process:
+        ahead.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import BadSize, SampleFailed
 from shoal.torch.data.fetch import share_loader
-from shoal.worker.data.share_loader import ShareLoader
+from shoal.worker.data.share_loader import Reader, ShareLoader
 
 
 def nothing_ahead(step: int) -> None:
@@ -148,3 +149,20 @@ def test_samples_that_cannot_be_collated_are_named() -> None:
 def test_invalid_options_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(BadSize):
         share_loader(Augmented(), SampleOrder(40, 8), **bad)  # type: ignore[arg-type]
+
+
+def test_forked_child_that_collects_a_loader_leaves_its_threads_alone() -> None:
+    class Ahead:
+        def close(self) -> None:
+            os.write(ends[1], b"closed")
+
+    ends = os.pipe()
+    loader = Reader(Ahead())  # type: ignore[arg-type]
+    child = os.fork()
+    if child == 0:
+        del loader
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.write(ends[1], b"nothing, then ")
+    del loader
+    assert os.read(ends[0], 100) == b"nothing, then closed"

@@ -62,7 +62,7 @@ def wake(doomed: set[int], stopped: list[tuple[float, int]], all_members: bool =
 
 
 def test_two_hundred_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
+    seed = int(os.environ.get("SHOAL_STRESS_SEED", "1"))
     print("seed", seed)
     dice = random.Random(seed)
     settings = ("lease_s=2", "restarts.infrastructure=100000", "backoff_s=0.05", "backoff_max_s=0.2")

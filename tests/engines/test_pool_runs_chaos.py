@@ -104,7 +104,7 @@ def left_of(run: PoolRun, jobs: Callable[[], int]) -> tuple[int, int]:
 
 
 def test_random_crashes_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
+    seed = int(os.environ.get("SHOAL_STRESS_SEED", "1"))
     print("seed", seed)
     dice, died, left = random.Random(seed), Counter[str](), []
     settings = ("orphan_timeout_s=10", "restarts.infrastructure=100000", "host=127.0.0.1")

@@ -71,7 +71,7 @@ class RandomFaults:
 
 
 def test_random_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
+    seed = int(os.environ.get("SHOAL_STRESS_SEED", "1"))
     dice = random.Random(seed)
     task = TrainingTask(epochs=100_000, pause_s=0.02)
     with closing(TaskRun(tmp_path, FAULTY, f"1:{MAX_MEMBERS}", SETTINGS, task=task)) as run:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 PREFIX = "shoalt"
@@ -32,11 +34,13 @@ def firewall(space: str, *ports: str) -> None:
 
 
 def sweep() -> None:
-    """Remove what an earlier test could not, because it was killed."""
-    for name in _namespaces(PREFIX):
-        pid = name.split("-")[1]
-        if not os.path.exists(f"/proc/{pid}"):
-            _remove(name)
+    """Remove what an earlier test could not, because it was killed; one process at a time."""
+    with open(os.path.join(tempfile.gettempdir(), f"{PREFIX}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in _namespaces(PREFIX):
+            pid = name.split("-")[1]
+            if not os.path.exists(f"/proc/{pid}"):
+                _remove(name)
 
 
 class Network:

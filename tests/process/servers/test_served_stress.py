@@ -61,7 +61,7 @@ def wake(stopped: list[tuple[float, int]], all_members: bool = False) -> None:
 
 @pytest.mark.parametrize("sync", ["stale:2", "stale:0", "async"])
 def test_random_deaths_keep_the_bound_and_cost_no_sample(tmp_path: Path, sync: str) -> None:
-    seed = int(os.environ.get("SHOAL_STRESS_SEED", str(random.SystemRandom().randrange(10**6))))
+    seed = int(os.environ.get("SHOAL_STRESS_SEED", "1"))
     print("seed", seed)
     dice = random.Random(seed)
     epochs = 10 * FAULTS

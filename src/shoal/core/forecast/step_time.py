@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from statistics import fmean
 
 from shoal.core.forecast.blocks import Block
 from shoal.core.forecast.estimate import Estimate
@@ -34,7 +32,7 @@ def step_time(blocks: Sequence[Block], steps_left: int, drift: float = DRIFT) ->
     mean_s = seconds / steps
     if len(blocks) < MIN_BLOCKS:
         return Estimate(mean_s, UNKNOWN_SD * mean_s)
-    error, freedom = _error_of_mean(np.array([block.step_s for block in blocks]))
+    error, freedom = _error_of_mean([block.step_s for block in blocks])
     left_s = steps_left * mean_s
     # The steps to come vary as those that were seen, and by the drift the more the longer they go on.
     variance = error**2 * (1 + seconds / max(left_s, seconds / len(blocks)))
@@ -42,7 +40,7 @@ def step_time(blocks: Sequence[Block], steps_left: int, drift: float = DRIFT) ->
     return Estimate(mean_s, math.sqrt(variance), freedom)
 
 
-def _error_of_mean(times: NDArray[np.float64]) -> tuple[float, float]:
+def _error_of_mean(times: Sequence[float]) -> tuple[float, float]:
     """Return the standard error of the mean of correlated times, and its degrees of freedom (batch means).
 
     Groups of neighbours are less correlated the longer they are. The length that shows the largest error counts.
@@ -51,8 +49,10 @@ def _error_of_mean(times: NDArray[np.float64]) -> tuple[float, float]:
     size = 1
     while size == 1 or len(times) // size >= MIN_GROUPS:
         count = len(times) // size
-        means = times[len(times) - count * size :].reshape(count, size).mean(axis=1)
-        errors.append((float(means.std(ddof=1)) / math.sqrt(count), count - 1.0))
+        first = len(times) - count * size
+        means = [fmean(times[at : at + size]) for at in range(first, len(times), size)]
+        deviations = _deviations(means)
+        errors.append((math.sqrt(_product(deviations, deviations) / (count - 1) / count), count - 1.0))
         size *= 2
     return max(errors)
 
@@ -62,21 +62,31 @@ def trend(blocks: Sequence[Block]) -> float:
     count = len(blocks)
     if count < MIN_BLOCKS_OF_TREND:
         return 0.0
-    times = np.array([block.step_s for block in blocks])
-    places = np.linspace(-0.5, 0.5, count)
-    slope = float(places @ times) / float(places @ places)
-    residuals = times - times.mean() - slope * places
+    times = [block.step_s for block in blocks]
+    places = [at / (count - 1) - 0.5 for at in range(count)]
+    spread = _product(places, places)
+    slope = _product(places, times) / spread
+    residuals = [time - slope * place for time, place in zip(_deviations(times), places, strict=True)]
     correlation = _correlation(residuals)
-    variance = float(residuals @ residuals) / (count - 2) * (1 + correlation) / (1 - correlation)
-    error = math.sqrt(variance / float(places @ places))
-    change = slope / float(times.mean())
+    variance = _product(residuals, residuals) / (count - 2) * (1 + correlation) / (1 - correlation)
+    error = math.sqrt(variance / spread)
+    change = slope / fmean(times)
     return change if abs(slope) > TREND_ERRORS * error and abs(change) > TREND_CHANGE else 0.0
 
 
-def _correlation(deviations: NDArray[np.float64]) -> float:
+def _correlation(deviations: Sequence[float]) -> float:
     """Return the correlation of neighbours, corrected for the bias of short series (Kendall) and bounded to 0 … 0.9."""
-    total = float(deviations @ deviations)
+    total = _product(deviations, deviations)
     if total == 0.0:
         return 0.0
-    raw = float(deviations[1:] @ deviations[:-1]) / total
+    raw = _product(deviations[1:], deviations[:-1]) / total
     return min(max(raw + (1 + 3 * raw) / len(deviations), 0.0), MAX_CORRELATION)
+
+
+def _deviations(values: Sequence[float]) -> list[float]:
+    mean = fmean(values)
+    return [value - mean for value in values]
+
+
+def _product(left: Sequence[float], right: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(left, right, strict=True))

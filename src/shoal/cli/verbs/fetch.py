@@ -43,13 +43,14 @@ def command(
         names, sum(result.size_bytes for result in results), sum(result.present for result in results)
     )
     facts = {"run": view.run, "to": str(directory), "downloaded": names, "present": total.present}
-    output.result(facts, lambda: text(total, directory))
+    output.result(facts, lambda: text(total, directory, view.cwd))
 
 
-def text(result: DownloadResult, directory: Path) -> str:
+def text(result: DownloadResult, directory: Path, cwd: str) -> str:
     """Return what was downloaded, in one line."""
     if not result.names and not result.present:
-        return "nothing to download: the members of this run sent no files to its coordinator"
+        where = f"; members on this machine write to {cwd}" if cwd else ""
+        return f"nothing to download: the members of this run sent no files to its coordinator{where}"
     present = f"{counted(result.present, 'file')} already up to date" if result.present else ""
     if not result.names:
         return present

@@ -62,7 +62,7 @@ def text(views: list[RunView], now: float) -> str:
             view.name,
             f"{view.status}, number {view.queued}" if view.queued else view.status,
             table.count(view.step) + (f"/{table.count(view.total_steps)}" if view.total_steps else ""),
-            f"{view.world_size} ({view.members_min}:{view.members_max})",
+            f"{view.world_size if view.ended is None else 0} ({view.members_min}:{view.members_max})",
             table.moment(view.started, now),
             table.span((view.ended or now) - view.started),
             table.rough(view.forecast.seconds) if view.forecast and view.forecast.seconds is not None else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import click
@@ -16,6 +17,9 @@ from shoal.launch import run_lookup
 from shoal.launch.coordinator_target import CoordinatorTarget, home
 from shoal.wire.api import RunView
 
+# A coordinator that was started for one run ends within seconds after it.
+ENDS_WITHIN_S = 20.0
+
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=completions.runs)
@@ -27,13 +31,29 @@ def command(output: OutputOptions, runs: tuple[str, ...], dry_run: bool) -> None
     Logs, checkpoints and records are deleted; a removed run cannot be resumed. Stop an active run first with shoal
     stop. Runs of one standing coordinator are removed together, after it has ended.
     """
-    pairs = run_lookup.all_runs(CoordinatorTarget(home()))
-    chosen = [run_lookup.select_run(pairs, run, where=str(home())) for run in runs]
+    chosen = choose(runs)
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while any(map(is_ending, chosen)) and time.monotonic() < deadline:
+        time.sleep(run_lookup.POLL_S)
+        chosen = choose(runs)
     directories = [cleanup.describe(directory) for directory in check(chosen)]
     if not dry_run:
         for ended in directories:
             cleanup.remove(Path(ended.directory))
     output.result(directories, lambda: text(directories, dry_run))
+
+
+def choose(runs: tuple[str, ...]) -> list[tuple[run_lookup.CoordinatorRef, RunView]]:
+    """Return the runs that were named, with their coordinators."""
+    pairs = run_lookup.all_runs(CoordinatorTarget(home()))
+    return [run_lookup.select_run(pairs, run, where=str(home())) for run in runs]
+
+
+def is_ending(chosen: tuple[run_lookup.CoordinatorRef, RunView]) -> bool:
+    """Return whether a run has ended and its own coordinator, as after `shoal stop`, is about to."""
+    coordinator, view = chosen
+    supervised = coordinator.directory is not None and run_lookup.is_supervised(coordinator.directory)
+    return coordinator.client is not None and supervised and view.status in run_lookup.ENDED
 
 
 def check(chosen: list[tuple[run_lookup.CoordinatorRef, RunView]]) -> list[Path]:

@@ -106,7 +106,7 @@ def digest_text(view: RunView, shown: Sequence[incidents.Incident]) -> str:
         for incident in shown
     ]
     listed = table.columns(("time", "step", "incident", "what happened"), rows) if rows else "no incidents"
-    return f"{listed}\n{_now(view)}; shoal why {view.run} --all shows every line"
+    return f"{listed}\n{_now(view, listed)}; shoal why {view.run} --all shows every line"
 
 
 def member_story(lines: Sequence[StoryLine], member: str) -> list[StoryLine]:
@@ -123,11 +123,14 @@ def text(view: RunView, lines: list[StoryLine]) -> str:
     if not lines:
         return f"nothing has happened to {view.run} yet"
     rows = [row for group in _groups(lines) for row in _rows(group)]
-    return f"{table.columns(('time', 'step', 'what happened'), rows)}\n{_now(view)}"
+    listed = table.columns(("time", "step", "what happened"), rows)
+    return f"{listed}\n{_now(view, listed)}"
 
 
-def _now(view: RunView) -> str:
-    return f"now: {view.status}" + (f", {view.reason}" if view.reason else "")
+def _now(view: RunView, listed: str) -> str:
+    """Return the status of the run, with its reason unless the lines above say it."""
+    reason = view.reason.replace("\n", " ")
+    return f"now: {view.status}" + (f", {reason}" if reason and reason not in listed else "")
 
 
 def _groups(lines: Sequence[StoryLine]) -> list[list[StoryLine]]:

@@ -13,7 +13,9 @@ from tests.unit.directories import ended_coordinator
 from tests.unit.views import run_view
 
 from shoal.cli.options import OutputOptions
+from shoal.cli.output import table
 from shoal.cli.verbs import ps
+from shoal.wire.api import ForecastView
 
 
 def test_queued_run_is_shown_with_its_place_and_what_it_waits_for() -> None:
@@ -24,6 +26,17 @@ def test_queued_run_is_shown_with_its_place_and_what_it_waits_for() -> None:
     assert "starting, number 2" in shown
     assert "a slot; held by other (4), for 1 min 0 s" in shown
     assert "WAITS FOR" not in ps.text([run_view(started=10.0)], 70.0)
+
+
+def test_ended_run_is_shown_without_members() -> None:
+    size = {"world_size": 2, "members_min": 1, "members_max": 3}
+    assert " 2 (1:3) " in ps.text([run_view(**size)], 200.0)
+    assert " 0 (1:3) " in ps.text([run_view(status="stopped", ended=150.0, **size)], 200.0)
+
+
+def test_forecast_is_shown_in_its_own_column() -> None:
+    view = run_view(forecast=ForecastView(600.0, 500.0, 700.0, 0.9))
+    assert table.rough(600.0) in ps.text([view], 200.0)
 
 
 def test_start_time_is_shown_with_its_date_unless_it_is_today() -> None:

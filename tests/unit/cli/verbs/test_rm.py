@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +44,17 @@ def test_ended_run_of_a_live_coordinator_is_refused() -> None:
     view = run_view("a", status="done")
     with pytest.raises(RunStillActive, match="coordinator c1 of run a is still running"):
         rm.check([(coordinator(view, live=True), view)])
+
+
+def test_coordinator_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    view = run_view("a", status="stopped")
+    (tmp_path / "supervisor").write_text(str(os.getppid()))
+    live = replace(coordinator(view, live=True), directory=tmp_path)
+    assert rm.is_ending((live, view))
+    assert not rm.is_ending((replace(live, client=None), view)), "it has ended"
+    assert not rm.is_ending((live, run_view("a"))), "the run is active"
+    (tmp_path / "supervisor").unlink()
+    assert not rm.is_ending((live, view)), "a standing coordinator stays"
 
 
 def test_runs_of_one_coordinator_are_removed_together() -> None:

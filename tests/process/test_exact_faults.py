@@ -70,9 +70,10 @@ def main() -> None:
 def check(run: Any) -> None:
     """Fail unless every member and the saved model are bitwise equal to a standalone process after every step."""
     saved = torch.load(run.records / "final.pt", weights_only=True)
-    theirs = run.alone(None)
+    undisturbed = run.undisturbed(None)
+    theirs = torch.load(undisturbed / "final.pt", weights_only=True)
     alone = {}
-    for file in run.records.with_name("alone").glob("*.jsonl"):
+    for file in undisturbed.glob("*.jsonl"):
         events = [json.loads(line) for line in file.read_text().splitlines()]
         alone = {e["step"]: e["sum"] for e in events if e["event"] == "commit"}
     assert len(alone) == run.plan["epochs"] * 8

@@ -31,6 +31,7 @@ run.save("model.pt", {"step": run.step})
 
 def test_file_saved_in_every_epoch_is_replaced(stage: Any) -> None:
     torch = pytest.importorskip("torch")
+    stage.environ["SHOAL_PRELOAD"] = "torch,torch._dynamo,shoal.torch"
     (stage.path / "saves.py").write_text(SCRIPT)
     ran = stage.shoal("run", "-n", "2", "saves.py", timeout_s=150)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -59,6 +59,7 @@ def check_losses(events: list[Event]) -> dict[int, float]:
 
 
 def test_restarted_coordinator_continues_the_event_files(stage: Any) -> None:
+    stage.environ["SHOAL_PRELOAD"] = "torch,torch._dynamo,shoal.torch"
     (stage.path / "train.py").write_text(SCRIPT)
     process = stage.start("run", "-n", "2", "--set", "shares.policy=fixed:3,1", "train.py")
     stage.until(lambda: b"training/loss" in written(stage), "a loss is written")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,23 +76,27 @@ class CheckedRun(run_under_test.RunUnderTest):
             assert set(seen) == set(batch), f"step {step} lacks samples"
 
     def check_parameters(self, parameters: dict[str, torch.Tensor], steps: int | None = None) -> None:
-        reference = self.alone(steps)
+        reference = torch.load(self.undisturbed(steps) / "final.pt", weights_only=True)
         worst = max((parameters[k] - reference[k]).abs().max().item() for k in parameters)
         assert worst < SUMMATION_ORDER, f"the parameters differ by {worst} from those of one undisturbed member"
 
-    def alone(self, steps: int | None) -> dict[str, torch.Tensor]:
-        """Return the parameters after the same script, run standalone."""
-        out = self.records.with_name("alone")
+    def undisturbed(self, steps: int | None) -> Path:
+        """Return the records of the same script, run standalone once for all tests that need them."""
+        known = ("samples", "batch", "epochs", "width", "compile", "shards")
+        plan = json.dumps({k: v for k, v in self.plan.items() if k in known} | {"steps": steps}, sort_keys=True)
+        session = next((folder for folder in self.records.parents if re.fullmatch(r"pytest-\d+", folder.name)), None)
+        key = hashlib.sha256(f"{self.script} {plan}".encode()).hexdigest()[:16]
+        out = (session or self.records.parent) / f"undisturbed-{key}"
         if not out.exists():
-            out.mkdir()
-            plan = {
-                k: v for k, v in self.plan.items() if k in ("samples", "batch", "epochs", "width", "compile", "shards")
-            }
-            environ = {**os.environ, "RECORDS": str(out), "FAULTS": json.dumps(plan | {"steps": steps})}
+            partial = self.records.with_name(out.name)
+            partial.mkdir()
+            environ = {**os.environ, "RECORDS": str(partial), "FAULTS": plan}
             command = [sys.executable, str(self.script)]
             subprocess.run(command, env=environ, check=True, capture_output=True, timeout=4 * TIMEOUT_S)
-        parameters: dict[str, torch.Tensor] = torch.load(out / "final.pt", weights_only=True)
-        return parameters
+            # Another worker may have been faster.
+            with contextlib.suppress(OSError):
+                partial.rename(out)
+        return out
 
 
 @contextlib.contextmanager

@@ -104,6 +104,15 @@ def test_measurements_are_shown_and_not_journaled(service: CoordinatorService) -
     assert service.state.runs["r-1"].membership.step == 7
 
 
+def test_heartbeats_feed_the_forecast(service: CoordinatorService) -> None:
+    handler, connection, live = MemberHandler(service), member_connection(), service.live.run("r-1")
+    handler.on_message(connection, member_hello())
+    handler.on_message(connection, ms.ReadyMsg("model", None))
+    assert "not known" in live.forecast.time_left(service.clock.now()).unknown
+    handler.on_message(connection, ms.HeartbeatMsg(1, 5, "compute", 0.0, total_steps=100))
+    assert live.forecast.time_left(service.clock.now()).unknown == "no step has been measured yet"
+
+
 def test_last_measurement_of_an_ended_run_is_journaled(service: CoordinatorService) -> None:
     handler, connection = MemberHandler(service), member_connection()
     service.handle("", fe.AgentConnected("local", 2, "h"))

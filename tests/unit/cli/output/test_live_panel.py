@@ -11,6 +11,7 @@ from rich.console import Console
 from tests.unit.views import balanced_run, member_view, run_view, story_line
 
 from shoal.cli.output import live_panel
+from shoal.wire.api import ForecastView
 
 
 def drawn(renderable: Any, width: int = 100) -> str:
@@ -102,3 +103,8 @@ def test_panel_obeys_no_escape_codes_of_others() -> None:
     evil = "\x1b]0;x\x07"
     view = run_view(name=evil, status="waiting", reason=evil, metrics={evil: 1.0}, members=(member_view(evil, rank=0),))
     assert "\x1b" not in drawn(live_panel.render(view, [], now=100.0))
+
+
+def test_panel_shows_the_time_left() -> None:
+    left = run_view(forecast=ForecastView(600.0, 500.0, 700.0, 0.9))
+    assert "about 10 min left" in drawn(live_panel.render(left, [], now=100.0))

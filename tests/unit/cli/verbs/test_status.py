@@ -13,7 +13,7 @@ from shoal.cli.options import OutputOptions
 from shoal.cli.verbs import status
 from shoal.launch.coordinator_target import CoordinatorTarget
 from shoal.launch.run_lookup import CoordinatorRef
-from shoal.wire.api import CostView, RunView
+from shoal.wire.api import CostView, ForecastView, RunView
 
 
 def test_status_shows_shares_and_the_parts_of_a_step() -> None:
@@ -82,3 +82,10 @@ def test_reason_is_shown_once() -> None:
     reason = "1 of at least 2 members is present"
     view = run_view(status="waiting", reason=reason, last_change=reason)
     assert status.text(view, 100.0, live=True).count(reason) == 1
+
+
+def test_time_left_is_shown_while_the_run_is_active() -> None:
+    left = ForecastView(600.0, 500.0, 700.0, 0.9, "the run's own steps")
+    assert "\ntime left   " in status.text(run_view(forecast=left), 110.0, live=True)
+    assert "time left" not in status.text(run_view(forecast=left, status="done", ended=105.0), 110.0, live=False)
+    assert "time left" not in status.text(run_view(), 110.0, live=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 from tests.unit.coordinator.test_api_views import trained_by
 
 from shoal.coordinator import api_views
 from shoal.coordinator.http import prometheus
 from shoal.coordinator.live_state import LiveRun
+from shoal.wire.api import ForecastView
 from shoal.wire.member_messages import HeartbeatMsg, StepTimes
 
 
@@ -35,3 +37,11 @@ def test_unknown_values_have_no_metric() -> None:
     text = prometheus.render([api_views.run_view(state.runs["r"], state, LiveRun(), "d", 6.0)], []).decode()
     assert "shoal_run_noise_scale{" not in text
     assert "shoal_run_idle_ratio{" not in text
+
+
+def test_time_left_is_a_metric_while_it_is_known() -> None:
+    state = trained_by(1)
+    run = api_views.run_view(state.runs["r"], state, LiveRun(), "d", 6.0)
+    known = msgspec.structs.replace(run, forecast=ForecastView(600.0, 500.0, 700.0, 0.9))
+    assert 'shoal_run_seconds_left{name="t",run="r"} 600.0' in prometheus.render([known], []).decode()
+    assert "shoal_run_seconds_left{" not in prometheus.render([run], []).decode()

@@ -11,7 +11,7 @@ import pytest
 from shoal.core.membership.events import AdjustmentReported, MembershipNote
 from shoal.core.runs import story
 from shoal.report.tensorboard.rows import LINES_PER_STEP, RunRows, scalars_of, tag_of
-from shoal.wire.api import MemberView, RunView, StoryLine
+from shoal.wire.api import ForecastView, MemberView, RunView, StoryLine
 
 
 def member(name: str, share: int, step: int | None = 7, **more: Any) -> MemberView:
@@ -160,3 +160,9 @@ def test_markdown_and_html_in_story_lines_are_escaped() -> None:
     rows = RunRows(0)
     rows.add_line(line("m/0 raised ValueError: <b>*x*</b> in __init__"), 0)
     assert rows.take()[0].texts["story"] == r"m/0 raised ValueError: &lt;b&gt;\*x\*&lt;/b&gt; in \_\_init\_\_"
+
+
+def test_time_left_is_a_scalar_while_it_is_known() -> None:
+    known = view(forecast=ForecastView(600.0, 500.0, 700.0, 0.9))
+    assert scalars_of(known, 0.25)["speed/seconds_left"] == 600.0
+    assert "speed/seconds_left" not in scalars_of(view(forecast=ForecastView(unknown="no step yet")), 0.25)

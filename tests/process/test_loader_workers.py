@@ -62,6 +62,16 @@ class Gated(Counted):
         return index
 
 
+class Unsendable(Dataset[Any]):
+    """Samples that cannot be pickled."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Any:
+        return lambda: index
+
+
 @pytest.fixture
 def closing() -> Iterator[Callable[[Any], Any]]:
     made: list[Any] = []
@@ -177,6 +187,14 @@ def test_error_in_a_worker_names_the_sample(closing: Callable[[Any], Any]) -> No
     with pytest.raises(SampleFailed, match="sample 7 cannot be read: KeyError") as caught:
         loader.take(1, (0, 4), lambda _: None)
     assert "__getitem__" in caught.value.__notes__[0]
+
+
+def test_batch_that_cannot_be_sent_is_an_error_and_no_endless_wait(closing: Callable[[Any], Any]) -> None:
+    loader = closing(share_loader(Unsendable(), ORDER, workers=1, collate=list))
+    with pytest.raises(SampleFailed, match="cannot send this batch") as failed:
+        loader.take(0, (0, 8), always_ahead((0, 8)))
+    assert "lambda" in failed.value.why
+    assert "workers=0" in failed.value.do
 
 
 def test_dead_worker_is_reported_with_its_sample(closing: Callable[[Any], Any]) -> None:

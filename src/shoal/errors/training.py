@@ -43,7 +43,7 @@ class DatasetTooSmall(TrainingError):
 
 
 class SampleFailed(TrainingError):
-    """The dataset raised an error while it read a sample, or its samples cannot be collated into one batch.
+    """The dataset raised an error, or its samples cannot be collated into one batch or sent by a data worker.
 
     The error names the sample; ``dataset[index]`` in a Python prompt reproduces it.
     """

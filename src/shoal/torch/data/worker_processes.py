@@ -10,9 +10,9 @@ what to request at the moment a request is sent. The states of a request:
   worker stops reading at the next sample.
 - *ready*: received and kept until `get` is called for its step.
 
-Failures: a worker that dies raises LoaderDied in the member's main thread, but only while it waits for data. Workers
-die with their member (PR_SET_PDEATHSIG), and ignore SIGTERM and SIGINT, because a member with notice still needs its
-data to finish the step.
+Failures: a worker that dies raises LoaderDied in the member's main thread, but only while it waits for data. Data that
+cannot be pickled raise SampleFailed there. Workers die with their member (PR_SET_PDEATHSIG), and ignore SIGTERM and
+SIGINT, because a member with notice still needs its data to finish the step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from multiprocessing.queues import Queue
 from multiprocessing.sharedctypes import RawArray
 from types import FrameType
 from typing import Any, NamedTuple
@@ -254,6 +255,8 @@ class _WorkerInit:
 
     def __call__(self, worker: int) -> None:
         self._pids[worker] = os.getpid()
+        # The queue pickles answers in a thread, which only prints its errors: the member would wait for ever.
+        Queue._on_queue_feeder_error = _send_error_instead  # type: ignore[attr-defined]
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._parent:
             os._exit(1)
@@ -261,6 +264,17 @@ class _WorkerInit:
         # A notice reaches the whole process tree, but the member still needs data to finish the step.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+
+
+def _send_error_instead(queue: Queue[Any], error: Exception, message: tuple[int, Any]) -> None:
+    """Answer a request whose data cannot be sent by the error."""
+    place, (serial, _) = message
+    failure = SampleFailed(
+        "the data workers cannot send this batch",
+        why=f"{type(error).__name__}: {error}",
+        do="let the dataset return tensors, arrays, numbers and strings, or pass workers=0",
+    )
+    queue.put((place, (serial, WorkerError(failure, ()))))
 
 
 def _no_prediction(_: int) -> None:

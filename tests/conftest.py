@@ -18,7 +18,7 @@ KERAS = Path(__file__).parent / "keras"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 IMPORTS_TORCH = re.compile(r"^\s*(import|from) (shoal\.)?torch\b", re.MULTILINE)
 # Examples are counted, never timed: a slow or busy machine must not turn a property test red. They are the same in
-# every run, unless SHOAL_EXPLORE is set: whoever changes something else must not meet a new counterexample.
+# every run, unless SHOAL_EXPLORE is set: an unrelated change should not meet a new counterexample.
 settings.register_profile(
     "shoal",
     deadline=None,

@@ -67,7 +67,7 @@ def test_digest_shows_kinds_and_how_to_see_everything() -> None:
 
 
 def test_reason_of_a_failed_run_is_said_once() -> None:
-    view = run_view(status="failed", reason="KeyError: 'loss'\n  do: mend the script")
-    failed = incidents.digest([story_line(1, "RunFailed", "the run failed: KeyError: 'loss'\n  do: mend the script")])
+    view = run_view(status="failed", reason="KeyError: 'loss'\n  do: fix the script")
+    failed = incidents.digest([story_line(1, "RunFailed", "the run failed: KeyError: 'loss'\n  do: fix the script")])
     assert why.digest_text(view, failed).count("KeyError") == 1
-    assert "now: failed, KeyError: 'loss'   do: mend the script" in why.digest_text(view, [])
+    assert "now: failed, KeyError: 'loss'   do: fix the script" in why.digest_text(view, [])

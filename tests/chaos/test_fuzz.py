@@ -37,7 +37,6 @@ def test_run_trains_on_whatever_its_ports_receive(tmp_path: Path) -> None:
         run.check_parameters(torch.load(run.records / "final.pt", weights_only=True))
 
 
-@pytest.mark.servers
 def test_servers_go_on_whatever_their_ports_receive(tmp_path: Path) -> None:
     with served_run(tmp_path, "2:2", "stale:2", *PATIENT, epochs=EPOCHS) as run:
         run.until(run.replicated, "a backup of every part")

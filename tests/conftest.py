@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 # Some CPUs announce AMX but may not use it: bfloat16 would then end torch and TensorFlow with SIGILL. Processes that
 # tests start inherit the variable.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# Below nohup and in a background job of a shell these are ignored, also by processes that tests start and interrupt.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 KERAS = Path(__file__).parent / "keras"
 HAS_TORCH = importlib.util.find_spec("torch") is not None

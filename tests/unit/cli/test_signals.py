@@ -1,22 +1,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from shoal.cli.signals import SignalCounter
-
-
-@pytest.fixture(autouse=True)
-def heeded_signals() -> Iterator[None]:
-    """Heed the signals that nohup or a shell's background job lets their children ignore."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_signals_are_counted_and_end_a_sleep() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -189,8 +190,9 @@ def test_number_of_local_steps_is_learned_from_member_speeds() -> None:
     text = machines(1, "1:0.25@2", sample_s=0.0015)
     members = together(2, emulated(train("local:2", epochs=12), text))
     assert [len(sizes) for sizes in (members[0].sizes[0], members[1].sizes[0])] == [2, 2]
-    assert len(members[0].sizes[-1]) >= 3
-    assert len(members[1].sizes[-1]) == 1
+    # Most of the rounds: on a busy machine any of them may be slow.
+    fast, slow = (statistics.median(len(sizes) for sizes in member.sizes[8:]) for member in members)
+    assert (fast >= 3, slow) == (True, 1)
     each_sample_once_an_epoch(members, 12)
 
 

@@ -24,6 +24,9 @@ from shoal.worker.session.standalone import StandaloneSession
 def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
+    # A thread keeps groups that it used with DTensor. A process that another thread forks would destroy them, and wait
+    # for ever for threads of theirs that it does not have.
+    torch._C._clear_DTensor_sharding_propagator_cache()
     dist.destroy_process_group()
 
 

@@ -829,6 +829,51 @@ def test_members_notice_other_arrays_and_other_validation_data() -> None:
     assert all(ours != theirs for ours, theirs in zip(drawn(1), drawn(2), strict=True))
 
 
+class DrawnItems(keras.utils.PyDataset):
+    """Items that were drawn at the start, or are drawn whenever they are read."""
+
+    def __init__(self, seed: int, *, redrawn: bool = False) -> None:
+        super().__init__()
+        self._rng, self._redrawn = np.random.default_rng(seed), redrawn
+        self._items = [(self._rng.normal(size=(4, 3)), np.arange(4)) for _ in range(3)]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return (self._rng.normal(size=(4, 3)), np.arange(4)) if self._redrawn else self._items[index]
+
+
+def test_members_notice_other_items_of_a_pydataset(capsys: pytest.CaptureFixture[str]) -> None:
+    def drawn(seed: int, *, redrawn: bool = False) -> str:
+        batches = shoal.batches(DrawnItems(seed, redrawn=redrawn), size=4)
+        return batches.signatures(indexed_feed(batches))
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert not capsys.readouterr().err
+    assert drawn(1, redrawn=True) == "random"
+    assert "warning[S352] sample 0 differs each time it is read" in capsys.readouterr().err
+
+
+def test_members_notice_another_order_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    def drawn(seed: int, *, redrawn: bool = False) -> str:
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(64)
+        spec = tf.TensorSpec((1,), tf.float32)
+        stream = tf.data.Dataset.from_generator(
+            lambda: ([float(n)] for n in (rng.permutation(64) if redrawn else order)), output_signature=spec
+        )
+        batches = shoal.batches(stream, size=4, batched=False, shards=4)
+        return batches.signatures(None)
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert not capsys.readouterr().err
+    assert drawn(1, redrawn=True) == "random"
+    assert "warning[S352] shard 0 of the stream begins with other samples" in capsys.readouterr().err
+
+
 def test_data_without_labels_is_x_itself() -> None:
     x = np.zeros((20, 3))
     assert shoal.batches(x, size=5).example().shape == (2, 3)

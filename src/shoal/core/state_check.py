@@ -12,7 +12,7 @@ gather one row of details (a hash and a few values of each tensor), which names 
 *When.* In the first step of a world in which no rank catches up, and then after 1, 2, 4, … steps, until the gap is so
 long that the check costs at most `MAX_COST` of the training. The gap must be the same on all members, so it is derived
 from the reports: each carries how long its member took to hash, and the times of the step before. A new world starts
-over: its members know nothing else in common.
+over: its members know nothing else in common. After the last step the states are compared once more.
 
 *What a difference means.* On machines of one kind the same operations give the same bits, so any difference in a
 parameter or in the optimizer's state is an error. Machines of different kinds may round differently: there the values
@@ -65,6 +65,10 @@ class StateDigest:
 
     tensors: tuple[TensorDigest, ...]
     seconds: float = 0.0
+
+    def plus(self, tensor: TensorDigest) -> StateDigest:
+        """Return this digest with one more entry."""
+        return StateDigest((*self.tensors, tensor), self.seconds)
 
     @property
     def checksum(self) -> int:
@@ -169,11 +173,11 @@ def difference(
     return of("rounding", trained[0]) if trained else of("buffer", int(differing[0]))
 
 
-def majority(reports: Sequence[StepReport]) -> tuple[int, ...]:
+def majority(checksums: Sequence[float]) -> tuple[int, ...]:
     """Return the ranks of the largest group with one checksum; of equal groups, the one with the lowest rank."""
-    groups: dict[int, list[int]] = {}
-    for rank, report in enumerate(reports):
-        groups.setdefault(report.checksum, []).append(rank)
+    groups: dict[float, list[int]] = {}
+    for rank, checksum in enumerate(checksums):
+        groups.setdefault(checksum, []).append(rank)
     largest = max(len(ranks) for ranks in groups.values())
     return tuple(next(ranks for ranks in groups.values() if len(ranks) == largest))
 

@@ -127,10 +127,11 @@ class SecondTrainingLoop(TrainingError):
 
 
 class MembersDiverged(TrainingError):
-    """The members of a world are at different steps, or disagree on their shares or learning rates.
+    """The members of a world are at different steps, or disagree on shares, learning rates or what they exchange.
 
     Nothing of the step was applied. Members must make the same decisions: a scheduler that follows a value, such as
-    ``ReduceLROnPlateau``, must receive the same value on every member.
+    ``ReduceLROnPlateau``, must receive the same value on every member, and parameters are frozen, unfrozen and added
+    on all members in the same step.
     """
 
     code = "S314"
@@ -372,7 +373,20 @@ class UnseededData(TrainingError):
 
     Shoal seeds the global generators of Python, NumPy and the framework before it reads a sample, so that augmentation
     draws the same numbers on whichever member reads it. This dataset draws from a generator of its own. Training
-    continues, but a repeated step sees other numbers, and the result depends on the members.
+    continues, but a repeated step sees other numbers, and the result depends on the members. A stream that shuffles
+    itself must do so with a fixed seed: a member that opens a shard again would lose samples and repeat others.
     """
 
     code = "S352"
+
+
+class ChangesNotAttached(TrainingError):
+    """A warning: parameters change in the loop that belong to nothing attached, and training continues.
+
+    It may be an average of the weights, a target network, or a second model that the script updates by hand. Each
+    member updates its own, repeated steps count twice, and members that join later start without it. Pass the module
+    to ``run.attach(model, optimizer, other)``, and update it under ``if run.committed:`` from values that all members
+    share.
+    """
+
+    code = "S353"

@@ -23,7 +23,6 @@ from shoal.keras.modes.sharded_checkpoint import load
 from shoal.keras.modes.state import capture, restore
 from shoal.worker import join as worker_join
 from shoal.worker.base_run import BaseRun
-from shoal.worker.data.feed import IndexedFeed
 from shoal.worker.evaluation import evaluate as evaluation_evaluate
 from shoal.worker.evaluation.evaluator_session import EvaluatorSession
 from shoal.worker.parameter_server import sharded_checkpoint as parameter_server_sharded_checkpoint
@@ -154,8 +153,8 @@ class Run(BaseRun):
         return trainer.train(feed, self._identity(model, guard.optimizer, description), batches.seed)
 
     def _data_signatures(self, feed: Any, batches: Batches) -> dict[str, str]:
-        """Return signatures of the data, if they can be compared with those of other members."""
-        if not isinstance(self._session, Session) or not isinstance(feed, IndexedFeed):
+        """Return signatures of the data, if there are other members to compare them with."""
+        if isinstance(self._session, StandaloneSession):
             return {}
         return {
             name: text

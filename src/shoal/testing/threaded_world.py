@@ -15,6 +15,7 @@ from typing import TypeVar
 from shoal.core.world import Address, Seat, World
 from shoal.testing.wait import TIMEOUT_S
 from shoal.worker.collectives.catch_up import CatchUpExchange
+from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.collectives.ring import Ring
 from shoal.worker.session.member_worlds import StateProvider
 from shoal.worker.session.standalone import StandaloneSession
@@ -38,6 +39,12 @@ class FixedWorldSession(StandaloneSession):
         zero_buffers = training_state.zero_buffers() if self.rank in self.world.catching_up else None
         if zero_buffers is not None and isinstance(self.exchange, Ring):
             self.exchange = CatchUpExchange(self.exchange, zero_buffers, training_state.is_last_step)
+
+    def finish(self, compare: Callable[[Exchange], None]) -> bool:
+        """Compare the states of all members, as at the end of a run."""
+        assert self.exchange is not None
+        compare(self.exchange)
+        return super().finish(compare)
 
 
 def together(count: int, body: Callable[[FixedWorldSession], T], catching_up: tuple[int, ...] = ()) -> list[T]:

@@ -315,7 +315,7 @@ class Run(BaseRun):
             return self._follow(self._session, trainer.model)
         if feed.shard_range is not None:
             described |= fix_numerics(trainer.model, trainer.synchronised, self._session.settings.threads)
-        if isinstance(self._session, Session):
+        if not isinstance(self._session, StandaloneSession):
             described |= {"data": feed.signatures()}
         return trainer.train(feed, fingerprint(trainer.model, trainer.optimizers, described), seed)
 

@@ -17,6 +17,7 @@ from shoal.core.nouns import counted
 from shoal.errors import ShoalError, UnusableData
 from shoal.worker.data.fetch import Batch, Fetcher, Watch, sample_failure, sample_seed
 from shoal.worker.data.rng_state import RngState
+from shoal.worker.data.sample_signature import signatures
 
 Rows = NDArray[np.int64]
 CACHED_ITEMS = 4
@@ -124,6 +125,17 @@ class PyDatasetSource(SampleSource):
             item = self._checked_item(self._item_at(int(position), epoch), epoch)
             parts.append(keras.tree.map_structure(lambda leaf, inside=inside: _pick(leaf, inside), item))
         return keras.tree.map_structure(_concatenated, *parts) if len(parts) > 1 else parts[0]
+
+    def signatures(self) -> str:
+        """Return signatures of the first and the last sample, whose items are read again: cached ones never differ."""
+        return signatures(self._sample, len(self), 2)
+
+    def _sample(self, number: int) -> tuple[int, Any]:
+        position, inside = divmod(number, self._item_size)
+        with RngState().preserved():
+            RngState().seed(sample_seed(self._seed, 0, position))
+            item = self._dataset[position]
+        return number, keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf)[inside], item)
 
     def _item_at(self, position: int, epoch: int) -> int:
         """Return the number of the item at a position in an epoch."""

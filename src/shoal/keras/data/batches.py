@@ -94,9 +94,9 @@ class Batches(DataAdapter, ABC):  # type: ignore[misc]
     ) -> tuple[Feed, dict[str, Any]]:
         """Return the feed for this many of Keras' epochs, and a description that must be the same on all members."""
 
-    def signatures(self, feed: IndexedFeed) -> str:  # noqa: ARG002
-        """Return signatures of a few samples, "" if they cannot be compared."""
-        return ""
+    def signatures(self, feed: Feed) -> str:
+        """Return signatures of a few samples, which must be the same on all members."""
+        return feed.signatures()
 
     def validation_signatures(self) -> str:
         """Return signatures of a few samples of the `validation_data` of `fit`, "" if it has no arrays."""
@@ -226,9 +226,8 @@ class IndexedBatches(Batches):
         assert batches is not None
         return batches[0]
 
-    def signatures(self, feed: IndexedFeed) -> str:
-        # The items of a PyDataset are cached, so that two reads do not show whether they are random.
-        return "" if isinstance(self._source, PyDatasetSource) else feed.signatures()
+    def signatures(self, feed: Feed) -> str:
+        return self._source.signatures() if isinstance(self._source, PyDatasetSource) else feed.signatures()
 
     def make_feed(
         self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int

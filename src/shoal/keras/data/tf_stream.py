@@ -27,8 +27,12 @@ from shoal.keras.modes.served import AnyTrainer
 from shoal.worker.data.feed import Feed, StreamFeed, make_balancer
 from shoal.worker.data.lane import Shards
 from shoal.worker.data.rng_state import RngState
+from shoal.worker.data.sample_signature import stream_signatures
 from shoal.worker.data.stream_reader import LaneReader, LaneSource
 from shoal.worker.training.training_state import TrainingState
+
+# As many as a batch to build the model with needs.
+FIRST_SAMPLES = 2
 
 
 class StreamedBatches(Batches):
@@ -53,14 +57,21 @@ class StreamedBatches(Batches):
         self._shards = shards
 
     def example(self) -> Any:
-        iterator = _ClosingIterator(self._dataset)
-        try:
-            samples = list(itertools.islice(iterator, 2))
-        finally:
-            iterator.close()
+        samples = self._first_samples()
         if not samples:
             raise UnusableData("the tf.data pipeline is empty", do="check the code that creates it")
         return self._batch(samples)
+
+    def signatures(self, feed: Feed) -> str:  # noqa: ARG002
+        # Its parts are all of one pipeline, so that its first samples tell as much as those of each part.
+        return stream_signatures(lambda _part: self._first_samples(), 1)
+
+    def _first_samples(self) -> list[Any]:
+        iterator = _ClosingIterator(self._dataset)
+        try:
+            return list(itertools.islice(iterator, FIRST_SAMPLES))
+        finally:
+            iterator.close()
 
     def make_feed(
         self, loop: AnyTrainer, training_state: TrainingState, settings: Any, epochs: int

@@ -306,7 +306,7 @@ class KerasTrainer(Loop, TrainFunction):
             sums.finish(exchange, total / current.global_batch_size if total else 1.0)
             self._state_check.compare(current)
         except ExchangeBroken as broken:
-            self._session.fail(broken)
+            self._on_exchange_broken(current, broken)
             return False
         current.wait_s = time.perf_counter() - current.started_at - current.compute_s
         current.reduced = True

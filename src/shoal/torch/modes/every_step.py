@@ -57,12 +57,18 @@ from shoal.torch.gradients.guards import missing_backward, refuse_step_outside_l
 from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.gradients.running_stats import RunningStats
-from shoal.torch.gradients.suspicions import HiddenStateWatch, coupled_samples, sum_over_samples, warn
+from shoal.torch.gradients.suspicions import (
+    ForeignParameters,
+    HiddenStateWatch,
+    coupled_samples,
+    sum_over_samples,
+    warn,
+)
 from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
 from shoal.torch.gradients.unattached import OptimizerWatch, check_companions, check_loss, is_checked_step
 from shoal.torch.modes.lr_scaling import ScaledLearningRate
 from shoal.torch.state.copies import ModelCopies
-from shoal.torch.state.digests import tensor_digests
+from shoal.torch.state.digests import mode_digest, tensor_digests
 from shoal.worker.collectives.catch_up import ZeroBuffer
 from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.data.feed import Feed, IndexedFeed
@@ -92,6 +98,7 @@ class TorchTrainer(Loop):
         self._known_rate: float | None = None
         self._watch: OptimizerWatch | None = None
         self._hidden_states: HiddenStateWatch | None = None
+        self._foreign: ForeignParameters | None = None
         self._suspects: list[Callable[[torch.Tensor, int], ShoalError | None]] = [coupled_samples, sum_over_samples]
         self.copies = ModelCopies(self)
 
@@ -118,6 +125,7 @@ class TorchTrainer(Loop):
         self._choose_exchange()
         self._watch = OptimizerWatch(self.model, self.optimizers, self._step_in_progress)
         self._hidden_states = HiddenStateWatch(self.model, warns=lambda: self._session.is_writer)
+        self._foreign = ForeignParameters(self._training_state.parts.values())
         return all(p.device.type == "cpu" for p in self.model.parameters())
 
     def _end_loop(self) -> None:
@@ -166,6 +174,12 @@ class TorchTrainer(Loop):
             self.copies.begin_body()
         if self._hidden_states is not None:
             self._hidden_states.begin_body(current.number)
+        if self._foreign is not None and current.index == 0:
+            changed = self._foreign.changed()
+            if changed is not None and self._session.is_writer:
+                warn(changed)
+            if self._foreign.done:
+                self._foreign = None
 
     def _check_micro_batch(self, current: Step, number: int) -> None:
         if is_checked_step(current.number):
@@ -318,10 +332,12 @@ class TorchTrainer(Loop):
     def _exchange(self, current: Step, scaled: torch.Tensor) -> None:
         assert self._buckets is not None
         assert self._running_stats is not None
-        session, exchange = self._session, current.exchange
+        exchange = current.exchange
         current.sending = True
         if self._slowdown is not None:
             self._slowdown.before_exchange(current.samples, current.micro_batches[-1].samples)
+        if current.digest is not None and self.model is not None:
+            current.digest = current.digest.plus(mode_digest(self.model))
         try:
             reports = self._send_report(current)
             self._sums.put_into(self._buckets.parameters)
@@ -344,10 +360,12 @@ class TorchTrainer(Loop):
             # Gradients are equal now. What the script draws from here on, such as noise for them, must be equal too.
             self._seed(current.common_seed)
         except ExchangeBroken as broken:
-            session.fail(broken)
+            self._on_exchange_broken(current, broken)
         except StepAborted as aborted:
             cause = aborted.__cause__
-            session.fail(cause if isinstance(cause, ExchangeBroken) else ExchangeBroken("the world broke"))
+            self._on_exchange_broken(
+                current, cause if isinstance(cause, ExchangeBroken) else ExchangeBroken("the world broke")
+            )
         finally:
             self._buckets.disarm()
 

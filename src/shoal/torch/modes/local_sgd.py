@@ -266,7 +266,7 @@ class TorchLocalTrainer(TorchTrainer):
         try:
             self._average(current, self._buckets)
         except ExchangeBroken as broken:
-            self._session.fail(broken)
+            self._on_exchange_broken(current, broken)
             return
         steps_every_batch = self._detect_scheduler_calls(self._buckets)
         if not self._begin_commit():

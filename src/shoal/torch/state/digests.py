@@ -35,6 +35,15 @@ def tensor_digests(parts: Mapping[str, Any], optimizers: Sequence[torch.optim.Op
         yield from _of_optimizer(f"optimizer{number}", optimizer, names)
 
 
+def mode_digest(model: torch.nn.Module) -> TensorDigest:
+    """Return a digest of which modules are in training mode, taken when a step has been computed."""
+    flags = bytes(module.training for module in model.modules())
+    hint = "model.train() or model.eval() was called on one member alone"
+    return TensorDigest(
+        "number of modules in training mode", "parameter", zlib.crc32(flags), (float(sum(flags)),), hint
+    )
+
+
 def _of_optimizer(prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[TensorDigest]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):

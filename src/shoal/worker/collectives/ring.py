@@ -85,7 +85,7 @@ class RingWork:
         with self._gate:
             pass
         if self._broken is not None:
-            raise ExchangeBroken(self._broken.cause, self._broken.suspects)
+            raise type(self._broken)(self._broken.cause, self._broken.suspects)
 
     def result(self) -> NDArray[np.float64]:
         """Wait, then return the records of all ranks, one row per rank."""

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 
-from shoal.worker.transport.exchange_broken import ExchangeBroken
+from shoal.worker.transport.exchange_broken import ExchangeBroken, ExchangeDisagreement
 from shoal.worker.transport.sockets import disown
 
 HEADER = struct.Struct("<HBx4sIQ")
@@ -234,7 +234,7 @@ class RingLinks:
             return
         if _is_farewell(bytes(theirs)):
             raise ExchangeBroken(f"{self._prev_name} left the ring")
-        raise ExchangeBroken(
+        raise ExchangeDisagreement(
             f"{self._prev_name} and this member disagree: it begins {_describe(bytes(theirs))}, "
             f"this member {_describe(ours)}"
         )

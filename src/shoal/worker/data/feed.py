@@ -14,7 +14,7 @@ from shoal.core.shares.balancer import FIRST_WINDOWS, ShareBalancer, StepMeasure
 from shoal.core.shares.reduction_tree import ShardRange
 from shoal.core.step_report import StepReport
 from shoal.core.world import World
-from shoal.worker.data.sample_signature import signatures
+from shoal.worker.data.sample_signature import signatures, stream_signatures
 from shoal.worker.data.share_loader import ShareLoader
 from shoal.worker.data.stream_reader import LaneReader
 
@@ -231,8 +231,8 @@ class StreamFeed:
         return [MicroBatch(taken.batch, taken.samples)]
 
     def signatures(self) -> str:
-        """Return the signature of the first samples, which must be the same on all members."""
-        return signatures(lambda position: (position, self._reader.first_samples()), 1)
+        """Return signatures of the first samples of some shards, which must be the same on all members."""
+        return stream_signatures(self._reader.first_samples_of, self._layout.shards)
 
     def has_more(self) -> bool:
         """Return whether this member's lanes have another sample in this epoch."""

@@ -10,7 +10,9 @@ texts and bytes count exactly; of larger arrays and of floating-point numbers on
 some elements, because decoders and vector units round differently.
 
 Each sample is read twice. A sample that differs from itself is drawn from a random generator of the dataset's own,
-which nothing seeds: it says nothing about the data and is left out, with a warning.
+which nothing seeds: it says nothing about the data and is left out, with a warning. Of a stream, the first samples are
+read. If they differ each time, the stream adds noise to them or yields them in another order; only then samples would
+be lost and others repeated, but the samples alone do not tell which of the two it is.
 """
 
 from __future__ import annotations
@@ -32,24 +34,41 @@ ELEMENTS = 16
 MAX_DEPTH = 8
 
 
-def signatures(read: Callable[[int], tuple[int, Any]], count: int) -> str:
-    """Return the signatures of a few of `count` samples as text; `read` maps a position to a number and its sample."""
+def signatures(
+    read: Callable[[int], tuple[int, Any]], count: int, samples: int = SAMPLES, *, what: str = "sample"
+) -> str:
+    """Return signatures of `samples` of `count` samples as text; `read` maps a position to a number and its sample."""
     lines, random = [], []
-    for position in sorted({index * (count - 1) // max(1, SAMPLES - 1) for index in range(SAMPLES)}):
+    for position in sorted({index * (count - 1) // max(1, samples - 1) for index in range(samples)}):
         number, sample = read(position)
         first, second = signature(sample), signature(read(position)[1])
         if first == second:
-            lines.append(f"sample {number} {first}")
+            lines.append(f"{what} {number} {first}")
         else:
             random.append(number)
     if random:
-        warning = UnseededData(
-            f"sample {random[0]} differs each time it is read",
-            why="the dataset draws from a random generator of its own, which is not seeded from the sample",
-            do="draw from Python's, NumPy's or torch's global generators: they are seeded before each sample",
-        )
-        sys.stderr.write(f"{warning.as_warning()}\n")
+        sys.stderr.write(f"{_unseeded(what, random[0]).as_warning()}\n")
     return ", ".join(lines) or "random"
+
+
+def stream_signatures(read: Callable[[int], list[Any]], shards: int) -> str:
+    """Return signatures of the first samples of the first and the last shard; `read` opens a shard and reads them."""
+    return signatures(lambda shard: (shard, read(shard)), shards, 2, what="shard")
+
+
+def _unseeded(what: str, number: int) -> UnseededData:
+    if what == "shard":
+        return UnseededData(
+            f"shard {number} of the stream begins with other samples each time it is opened",
+            why="it shuffles or augments with a random generator of its own; if it shuffles, a member that opens it "
+            "later loses samples and repeats others",
+            do="shuffle with a fixed seed; draw from Python's, NumPy's or torch's global generators, which are seeded",
+        )
+    return UnseededData(
+        f"sample {number} differs each time it is read",
+        why="the dataset draws from a random generator of its own, which is not seeded from the sample",
+        do="draw from Python's, NumPy's or torch's global generators: they are seeded before each sample",
+    )
 
 
 def signature(sample: Any) -> str:

@@ -86,11 +86,20 @@ class LaneSource:
             lane = self._lanes[number] = Lane(self._shards, self._layout, number, epoch, self.lengths, self.generators)
         return lane
 
+    def first_samples_of(self, shard: int) -> list[Any]:
+        """Return the first samples of a shard, which is opened for that."""
+        # As a lane does before it opens a shard: every member gets the same samples.
+        self.generators.seed(sample_seed(self._layout.seed, 0, shard * SHARD + SHARD - 1))
+        iterator, _ = self._shards.enter(shard, 0)
+        try:
+            return list(islice(iterator, PLACEHOLDER_SAMPLES))
+        finally:
+            if hasattr(iterator, "close"):
+                iterator.close()
+
     def _first_samples(self) -> list[Any]:
         for number in range(len(self._shards)):
-            # As a lane does before it opens a shard: every member gets the same samples.
-            self.generators.seed(sample_seed(self._layout.seed, 0, number * SHARD + SHARD - 1))
-            samples = list(islice(self._shards.enter(number, 0)[0], PLACEHOLDER_SAMPLES))
+            samples = self.first_samples_of(number)
             if samples:
                 return samples
         raise EmptyDataset("no shard of the stream has a sample", do="check what the shards are read from")
@@ -114,13 +123,13 @@ class LaneReader(Reader):
 
     def placeholder_batch(self) -> Batch:
         """Return a tiny batch for a member without samples; what is computed with it has weight 0."""
-        self._placeholder_samples = self._placeholder_samples or self.first_samples()
+        self._placeholder_samples = self._placeholder_samples or self._get(ReadKey(0, 0, 0, None, bare=True))
         return self._source.collate(self._placeholder_samples)
 
-    def first_samples(self) -> list[Any]:
-        """Return the first samples of the stream, or some that were read before."""
-        samples: list[Any] = self._get(ReadKey(0, 0, 0, None, bare=True))
-        return samples
+    def first_samples_of(self, shard: int) -> list[Any]:
+        """Return the first samples of a shard; they are read in this process."""
+        with self._source.generators.preserved():
+            return self._source.first_samples_of(shard)
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the lengths of the shards, as far as they are known."""

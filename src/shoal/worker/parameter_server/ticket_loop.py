@@ -163,6 +163,7 @@ class TicketLoop(ABC):
         session, order = self._session, feed.order
         identity = f"{identity};sync={self._sync.text};servers={session.settings.servers}"
         if session.is_server:
+            feed.close()  # its readers may have been started for the signatures of the data
             self._serving = True
             store = self._shard_store(order, 1 + session.settings.servers)
             ledger = TicketLedger(self._sync.bound, session.settings.ticket_sizing)

@@ -173,8 +173,11 @@ class Session(MemberWorlds):
         with self._changed:
             self.step = None
 
-    def finish(self) -> bool:
-        """Return whether every member of this world has committed the last step; if not, call `next_step` again."""
+    def finish(self, compare: Callable[[Exchange], None]) -> bool:
+        """Return whether every member of this world has committed the last step; if not, call `next_step` again.
+
+        `compare` is called with the exchange when all of them get here; it may raise.
+        """
         if self.ends_at(self.step or 0):
             # The member that left its loop answers no barrier; the coordinator sees to it that the others get here.
             self._report_left()
@@ -184,6 +187,7 @@ class Session(MemberWorlds):
         self._finishing = True
         try:
             if exchange is not None:
+                compare(exchange)
                 exchange.barrier()
         except ExchangeBroken as broken:
             self._finishing = False

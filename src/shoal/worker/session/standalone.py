@@ -105,7 +105,7 @@ class StandaloneSession:
     def forget_state(self) -> None:
         """Do nothing: there is no peer to differ from."""
 
-    def finish(self) -> bool:
+    def finish(self, compare: Callable[[Exchange], None]) -> bool:  # noqa: ARG002
         self._show_last_progress()
         return True
 

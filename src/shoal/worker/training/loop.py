@@ -30,9 +30,9 @@ Failures, in short:
   micro-batches, and `next_step` waits for another world.
 - This member runs out of memory: the feed halves its micro-batches and the step is `discarded` and repeated. If some
   gradients were already sent, the world is broken too, so that all members repeat it.
-- Members disagree (steps, shares, learning rates): `MembersDiverged`. It is a defect of the script or of Shoal and is
-  never ignored, because training on would silently produce a different model on each member. Now and then they compare
-  their parameters too (`state_check`): `StateDiverged`.
+- Members disagree (steps, shares, learning rates, tensors): `MembersDiverged`. It is a defect of the script or of Shoal
+  and is never ignored, because training on would silently produce a different model on each member. Now and then,
+  and after the last step, they compare their parameters too (`state_check`): `StateDiverged`.
 - The script leaves the loop early (`break`, `return`): training ends at that step for all members. The session tells
   the coordinator, and the other members' loops end when they have committed the same step (`session.ends_at`).
 - The script raises: nothing is reported as done. The process ends, and the coordinator restarts it or not.
@@ -55,7 +55,7 @@ from shoal.core.state_check import TensorDigest
 from shoal.core.world import World
 from shoal.errors import MembersDiverged, OutOfMemory, SharesOutOfBounds
 from shoal.worker.collectives.catch_up import ZeroBuffer
-from shoal.worker.collectives.exchange import GatherWork
+from shoal.worker.collectives.exchange import Exchange, GatherWork
 from shoal.worker.data.feed import Adjustment, Feed, IndexedFeed
 from shoal.worker.session.session import Session
 from shoal.worker.session.standalone import StandaloneSession
@@ -68,6 +68,7 @@ from shoal.worker.training.state_check import StateCheck
 from shoal.worker.training.step import Step
 from shoal.worker.training.step_timing import StepTimer
 from shoal.worker.training.training_state import TrainingState
+from shoal.worker.transport.exchange_broken import ExchangeBroken, ExchangeDisagreement
 
 # A restart costs more than a repeated step, so micro-batches shrink by more.
 SMALLER_AFTER_RESTART = 4
@@ -95,6 +96,7 @@ class Loop(ABC):
         self._loss: float | None = None
         self._loss_monitor = LossMonitor(session)
         self._slowdown = slowdown_for(session.me, session.settings.emulate)
+        self._disagreed_at: int | None = None
         self._state_check = StateCheck(session, self._tensor_digests, self._arithmetic)
         session.status = self._status
 
@@ -160,7 +162,7 @@ class Loop(ABC):
                 self._training_state.at_boundary(step)
                 if feed.ended(step) or session.ends_at(step):
                     self._observe_last_loss()
-                    over = session.finish()
+                    over = session.finish(self._compare_at_end)
                     if over:
                         self._training_state.at_end(step)
                     continue
@@ -172,6 +174,11 @@ class Loop(ABC):
                 self._on_closed(on_purpose=self.closing or left_on_purpose())
             self._end_loop()
             feed.close()
+
+    def _compare_at_end(self, exchange: Exchange) -> None:
+        world = self._session.world
+        if world is not None:
+            self._state_check.compare_at_end(world, exchange)
 
     def _on_closed(self, *, on_purpose: bool) -> None:
         """Report that the script left the loop, or leave that open until it is known whether it failed."""
@@ -327,6 +334,19 @@ class Loop(ABC):
         if self._previous is not None and self._previous.committed:
             self._loss = sum(report.loss for report in reports)
             self._loss_monitor.observe(self._previous.number, self._loss, send=self._session.is_writer)
+
+    def _on_exchange_broken(self, current: Step, broken: ExchangeBroken) -> None:
+        """Break the world, which repeats the step; raise MembersDiverged if members disagree in it a second time."""
+        self._session.fail(broken)
+        if isinstance(broken, ExchangeDisagreement):
+            if self._disagreed_at == current.number:
+                raise MembersDiverged(
+                    "members do not exchange the same tensors",
+                    where=f"step {current.number}",
+                    why=broken.cause,
+                    do="freeze, unfreeze and add parameters on all members alike, in the same step",
+                ) from broken
+            self._disagreed_at = current.number
 
     # --- commit
 

@@ -3,7 +3,8 @@
 `core.state_check` has the theory: what is compared, when, and what a difference means. This module does the work
 around it. `digest` is called at the start of a step, while the state is exactly that of the last commit; `compare` is
 called after the exchange of the same step and before its commit. All ranks call `compare` with the same reports, so
-either all or none of them gather details, which may not overlap with the other operations of the step.
+either all or none of them gather details, which may not overlap with the other operations of the step. No report
+carries the state after the last step, so `compare_at_end` gathers the checksums of that one by itself.
 
 On a difference the run stops with StateDiverged. With ``on_divergence=repair`` the ranks outside the majority drop
 their state instead and the world is broken: in the next world they receive the state as newcomers do. A cause that
@@ -16,10 +17,10 @@ import platform
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from shoal.core.state_check import CheckSchedule, StateDifference, StateDigest, 
 from shoal.core.world import World
 from shoal.errors import ShoalError, StateDiverged, StateDrifts
 from shoal.settings import RunSettings
+from shoal.worker.collectives.exchange import Exchange
 from shoal.worker.training.step import Step
 from shoal.worker.transport.exchange_broken import ExchangeBroken
 
@@ -50,6 +52,15 @@ class CheckedSession(Protocol):
 
     def forget_state(self) -> None:
         """Drop the state, so that the next world brings that of another member."""
+
+
+class _Moment(NamedTuple):
+    """When states are compared, by whom, and before which step they last agreed."""
+
+    when: str
+    world: World
+    exchange: Exchange
+    agreed: int | None
 
 
 class StateCheck:
@@ -79,32 +90,44 @@ class StateCheck:
     def compare(self, current: Step) -> None:
         """Act on the reports of a step: raise StateDiverged, or ExchangeBroken if states are to be repaired."""
         agreed = self._schedule.agreed
-        if not self._schedule.observe(current.number, current.reports) or current.digest is None:
+        if self._schedule.observe(current.number, current.reports) and current.digest is not None:
+            moment = _Moment(f"before step {current.number}", current.world, current.exchange, agreed)
+            self._act(moment, current.digest, [report.checksum for report in current.reports])
+
+    def compare_at_end(self, world: World, exchange: Exchange) -> None:
+        """Compare the states after the last step; all members of the world call this. Act as `compare` does."""
+        if world.size < 2 or self._session.settings.on_divergence == "off":
             return
-        difference = self._locate(current, current.digest)
+        digest = StateDigest(tuple(self._tensors()))
+        checksums = exchange.gather(np.array([digest.checksum], np.float64)).result()[:, 0].tolist()
+        if len(set(checksums)) > 1:
+            self._act(_Moment("after the last step", world, exchange, self._schedule.agreed), digest, checksums)
+
+    def _act(self, moment: _Moment, digest: StateDigest, checksums: Sequence[float]) -> None:
+        """Warn of a difference, or raise because of it."""
+        difference = self._locate(moment.exchange, digest)
         if isinstance(difference, StateDifference) and difference.severity != "diverged":
-            self._warn(current, difference)
+            self._warn(moment, difference)
             return
-        error = self._error(current, difference, agreed)
-        winners = state_check.majority(current.reports)
+        error = self._error(moment, difference)
+        winners = state_check.majority(checksums)
         repair = self._session.settings.on_divergence == "repair" and self._repairs < MAX_REPAIRS
         if repair and self._session.rank not in winners:
             self._session.forget_state()
         # No member ends the world before all know why, and before those that differ have dropped their state.
         with suppress(ExchangeBroken):
-            current.exchange.barrier()
+            moment.exchange.barrier()
         if not repair:
             raise error
         self._repairs += 1
-        losers = [seat.member for rank, seat in enumerate(current.world.seats) if rank not in winners]
-        source = current.world.seats[winners[0]].member
+        losers = [seat.member for rank, seat in enumerate(moment.world.seats) if rank not in winners]
+        source = moment.world.seats[winners[0]].member
         cause = f"{', '.join(losers)} diverged ({error.why}) and takes over the state of {source}"
         sys.stderr.write(f"{error.as_warning()}\nshoal: {cause}\n")
         raise ExchangeBroken(cause)
 
-    def _locate(self, current: Step, digest: StateDigest) -> StateDifference | str:
+    def _locate(self, exchange: Exchange, digest: StateDigest) -> StateDifference | str:
         """Gather the details of all members; return the difference, or why it cannot be located."""
-        exchange = current.exchange
         machine = zlib.crc32(f"{processor()}\n{self._arithmetic()}".encode())
         names = exchange.gather(np.array([len(digest.tensors), digest.names_hash, machine], np.float64)).result()
         if (names[:, :2] != names[0, :2]).any():
@@ -113,8 +136,8 @@ class StateCheck:
         details = exchange.gather(digest.rows()).result()
         return state_check.difference(digest, details, names[:, 2]) or "the difference is gone"
 
-    def _error(self, current: Step, difference: StateDifference | str, agreed: int | None) -> StateDiverged:
-        since = f"; they were equal before step {agreed}" if agreed is not None else ""
+    def _error(self, moment: _Moment, difference: StateDifference | str) -> StateDiverged:
+        since = f"; they were equal before step {moment.agreed}" if moment.agreed is not None else ""
         if isinstance(difference, str):
             why, hint = difference, ""
         else:
@@ -127,12 +150,12 @@ class StateCheck:
             why, hint = f"{difference.tensor.name} differs ({values}){others}{since}", difference.tensor.hint
         return StateDiverged(
             "members no longer hold the same state",
-            where=f"before step {current.number}, world {current.world.number}",
+            where=f"{moment.when}, world {moment.world.number}",
             why=why,
             do=f"find what the script does on one member alone; likely {hint or CAUSES}",
         )
 
-    def _warn(self, current: Step, difference: StateDifference) -> None:
+    def _warn(self, moment: _Moment, difference: StateDifference) -> None:
         if difference.severity in self._warned:
             return
         self._warned.add(difference.severity)
@@ -141,7 +164,7 @@ class StateCheck:
             f"members hold slightly different values of {difference.tensor.name}"
             if rounding
             else f"members hold different values of the buffer {difference.tensor.name}",
-            where=f"before step {current.number}",
+            where=moment.when,
             why="their machines or numbers of threads differ, and so does their rounding"
             if rounding
             else "it changes with the samples that a member computes; only BatchNorm's statistics are averaged",

@@ -15,4 +15,8 @@ class ExchangeBroken(Exception):  # noqa: N818 - an event in the life of a world
         self.suspects = suspects
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (ExchangeBroken, (self.cause, self.suspects))
+        return (type(self), (self.cause, self.suspects))
+
+
+class ExchangeDisagreement(ExchangeBroken):
+    """Two members began different operations: they do not exchange the same things."""

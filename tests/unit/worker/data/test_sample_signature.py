@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.worker.data.sample_signature import signature, signatures
+from shoal.worker.data.sample_signature import signature, signatures, stream_signatures
 
 NOISE = np.random.default_rng(0)
 
@@ -65,3 +65,14 @@ def test_sample_that_differs_from_itself_is_left_out_with_a_warning(capsys: pyte
     assert "sample" not in signatures(lambda position: (position, NOISE.normal(size=20)), 1)
     text = capsys.readouterr().err
     assert "warning[S352] sample 33 differs each time it is read" in text
+
+
+def test_first_and_last_shard_of_a_stream_are_compared() -> None:
+    shards = [[number, number + 1] for number in range(5)]
+    assert [line.split()[1] for line in stream_signatures(shards.__getitem__, 5).split(", ")] == ["0", "4"]
+    assert stream_signatures(shards.__getitem__, 5) != stream_signatures([*shards[:4], [9, 9]].__getitem__, 5)
+
+
+def test_stream_that_begins_differently_each_time_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stream_signatures(lambda _shard: [NOISE.normal(size=20)], 1) == "random"
+    assert "warning[S352] shard 0 of the stream begins with other samples" in capsys.readouterr().err

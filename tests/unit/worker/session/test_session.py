@@ -75,7 +75,7 @@ def test_member_that_reached_the_end_of_the_training_ends_its_loop_without_a_bar
     assert training.broken, "it must not wait for the member that left"
     assert training.next_step() == 18
     assert training.ends_at(18)
-    assert training.finish()
+    assert training.finish(lambda _exchange: None)
     assert training.sent == [messages.DoneMsg(18, early=True)]
 
 

@@ -13,7 +13,7 @@ def test_progress_is_printed_every_few_seconds_and_at_the_end() -> None:
     for _ in range(160):
         session.commit()
         now += PROGRESS_EVERY_S / 128
-    session.finish()
+    session.finish(lambda _exchange: None)
     session.leave_loop()
     assert lines == ["step 129/160  epoch 9  loss 0.9382", "step 160/160  epoch 9  loss 0.9382"]
 
@@ -29,5 +29,5 @@ def test_progress_without_a_known_end_or_loss_is_the_step_and_epoch() -> None:
 def test_session_prints_nothing_unless_it_is_to_show_progress(capsys) -> None:
     session = StandaloneSession()
     session.commit()
-    session.finish()
+    session.finish(lambda _exchange: None)
     assert capsys.readouterr() == ("", "")

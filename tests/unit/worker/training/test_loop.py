@@ -15,6 +15,7 @@ from shoal.worker.training.loop import (
     report_smaller_micro_batches,
     step_seed,
 )
+from shoal.worker.transport.exchange_broken import ExchangeBroken, ExchangeDisagreement
 
 
 @pytest.fixture
@@ -130,3 +131,16 @@ def test_smaller_micro_batches_are_printed_and_reported(capsys: pytest.CaptureFi
     report_smaller_micro_batches(session, 7, 32, 16, "computes its ticket again")
     assert session.adjustments == [{"local/1": 16}]
     assert "it now computes at most 16, and computes its ticket again" in capsys.readouterr().err
+
+
+def test_members_that_disagree_twice_in_one_step_do_not_try_for_ever(tmp_path: Path) -> None:
+    """A member that froze a parameter alone made every world break at the same step, without end."""
+    loop = small_loop(str(tmp_path))
+    loop._session.fail = lambda broken: None  # type: ignore[method-assign,misc]
+    batches = loop.train(loop.feed, "identity", 0)
+    next(batches)
+    assert loop.current is not None
+    loop._on_exchange_broken(loop.current, ExchangeBroken("lost local/1"))
+    loop._on_exchange_broken(loop.current, ExchangeDisagreement("it begins operation 3"))
+    with pytest.raises(MembersDiverged, match="do not exchange the same tensors"):
+        loop._on_exchange_broken(loop.current, ExchangeDisagreement("it begins operation 3"))

@@ -113,6 +113,38 @@ def test_optimizer_state_that_differs_is_noticed_before_the_parameters_do(tmp_pa
     assert "head.bias" in caught.value.why
 
 
+def test_difference_in_the_last_step_is_noticed_at_the_end(tmp_path: Path) -> None:
+    """No step follows whose report would carry the checksum: the run once ended well with different parameters."""
+
+    def spoil_last(member: Member) -> None:
+        if member.odd and member.steps == 15:
+            member.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+    with pytest.raises(StateDiverged, match=r"body.weight differs") as error:
+        train(tmp_path, spoil_last)
+    assert "after the last step, world 1" in str(error.value)
+
+
+def test_training_mode_of_one_member_alone_is_noticed(tmp_path: Path) -> None:
+    def forget_to_train(member: Member) -> None:
+        if member.odd and member.steps == 2:
+            member.model.eval()
+
+    with pytest.raises(StateDiverged, match=r"modules in training mode differs \(3 at rank 0, 0 at rank 1\)") as error:
+        train(tmp_path, forget_to_train)
+    assert "model.eval() was called on one member alone" in str(error.value)
+
+
+def test_evaluation_on_one_member_between_two_steps_is_no_difference(tmp_path: Path) -> None:
+    def evaluate(member: Member) -> None:
+        if member.steps == 0:
+            member.model.body.register_forward_pre_hook(lambda *_: member.model.train() and None)
+        if member.odd:
+            member.model.eval()
+
+    assert train(tmp_path, evaluate) == [16, 16]
+
+
 def test_members_that_agree_train_to_the_end(tmp_path: Path) -> None:
     assert train(tmp_path, lambda _: None, count=3) == [16, 16, 16]
 

@@ -378,15 +378,3 @@ class UnseededData(TrainingError):
     """
 
     code = "S352"
-
-
-class ChangesNotAttached(TrainingError):
-    """A warning: parameters change in the loop that belong to nothing attached, and training continues.
-
-    It may be an average of the weights, a target network, or a second model that the script updates by hand. Each
-    member updates its own, repeated steps count twice, and members that join later start without it. Pass the module
-    to ``run.attach(model, optimizer, other)``, and update it under ``if run.committed:`` from values that all members
-    share.
-    """
-
-    code = "S353"

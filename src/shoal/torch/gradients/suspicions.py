@@ -8,28 +8,21 @@ None of these can be told for certain, so training continues with a warning that
   multiplies two matrices with a row per sample into one of samples by samples. Such a product in the graph of the loss,
   of two operands that both depend on the data, is the sign.
 - *Carried state.* A recurrent layer that is given the hidden state which it returned in an earlier batch.
-- *Parameters beside the model* that change in the loop though nothing attached owns them: averages of the weights,
-  target networks, a second model that is updated by hand. Optimizers that are not attached are refused elsewhere.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from shoal.errors import ChangesNotAttached, HiddenStateCarried, LossIsSum, SamplesCoupled, ShoalError
-from shoal.torch.gradients.unattached import instances, name_of, nodes_of, user_line
+from shoal.errors import HiddenStateCarried, LossIsSum, SamplesCoupled, ShoalError
+from shoal.torch.gradients.unattached import nodes_of, user_line
 
 # Steps in which recurrent layers are watched, and the nodes that only pass on or copy a weight.
 WATCHED_STEPS = 3
-# Steps after which the parameters beside the model were compared often enough.
-COMPARED_STEPS = 3
-# Modules that are attached to a run of this process.
-_attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _SUM = 2  # torch's number of reduction="sum"
 _PASSING = ("T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "ToCopy", "Unsqueeze", "Alias")
 
@@ -156,43 +149,3 @@ def _states(state: Any) -> Iterator[torch.Tensor]:
     elif isinstance(state, tuple | list):
         for part in state:
             yield from _states(part)
-
-
-class ForeignParameters:
-    """Parameters that nothing attached owns and that lived when the loop began; their values are compared twice."""
-
-    def __init__(self, parts: Iterable[Any]) -> None:
-        _attached.update(part for part in parts if isinstance(part, torch.nn.Module))
-        self._steps = 0
-        self._values: list[tuple[weakref.ref[torch.nn.Parameter], float]] = []
-
-    @property
-    def done(self) -> bool:
-        """Whether a change was found, or the loop has gone on long enough without one."""
-        return self._steps > COMPARED_STEPS
-
-    def changed(self) -> ChangesNotAttached | None:
-        """Begin another step; return a warning if a parameter has changed since the first one."""
-        self._steps += 1
-        if self._steps == 1:
-            owned = {id(parameter) for module in tuple(_attached) for parameter in module.parameters()}
-            self._values = [(weakref.ref(p), _sum(p)) for p in instances([torch.nn.Parameter]) if id(p) not in owned]
-            return None
-        for reference, value in self._values:
-            parameter = reference()
-            if parameter is not None and _sum(parameter) != value:
-                self._steps = COMPARED_STEPS + 1
-                return ChangesNotAttached(
-                    f"{name_of(parameter)} changes in the loop, but nothing attached owns it",
-                    why="each member changes its own; repeated steps count twice, and joiners do not receive it",
-                    do="run.attach(model, optimizer, other), and update it under `if run.committed:`",
-                )
-        return None
-
-
-def _sum(parameter: torch.Tensor) -> float:
-    """Return a number that stands for the values; edits of `.data` do not change the version of a tensor."""
-    if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
-        return 0.0
-    total = parameter.detach().sum()
-    return float(total.abs() if total.is_complex() else total)

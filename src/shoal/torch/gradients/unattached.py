@@ -181,7 +181,7 @@ def check_loss(loss: torch.Tensor, modules: Iterable[torch.nn.Module]) -> None:
         and id(leaf) not in owned
     ]
     if foreign:
-        names = ", ".join(name_of(leaf) for leaf in foreign[:4])
+        names = ", ".join(_name_of(leaf) for leaf in foreign[:4])
         raise NotAttached(
             f"the loss trains {counted(len(foreign), 'parameter')} outside the attached model: {names}",
             where=user_line(),
@@ -204,7 +204,7 @@ def nodes_of(loss: torch.Tensor) -> Iterator[Any]:
                 pending.append(following)
 
 
-def name_of(leaf: torch.nn.Parameter) -> str:
+def _name_of(leaf: torch.nn.Parameter) -> str:
     """Return the name of a parameter by the module that holds it, and its shape."""
     for parameters in gc.get_referrers(leaf):
         attributes = gc.get_referrers(parameters) if type(parameters) is dict else []

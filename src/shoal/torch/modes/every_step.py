@@ -57,13 +57,7 @@ from shoal.torch.gradients.guards import missing_backward, refuse_step_outside_l
 from shoal.torch.gradients.micro_batch_sums import MicroBatchSums
 from shoal.torch.gradients.oom_retry import is_out_of_memory
 from shoal.torch.gradients.running_stats import RunningStats
-from shoal.torch.gradients.suspicions import (
-    ForeignParameters,
-    HiddenStateWatch,
-    coupled_samples,
-    sum_over_samples,
-    warn,
-)
+from shoal.torch.gradients.suspicions import HiddenStateWatch, coupled_samples, sum_over_samples, warn
 from shoal.torch.gradients.tree_buckets import TreeBuckets, exact_weight
 from shoal.torch.gradients.unattached import OptimizerWatch, check_companions, check_loss, is_checked_step
 from shoal.torch.modes.lr_scaling import ScaledLearningRate
@@ -98,7 +92,6 @@ class TorchTrainer(Loop):
         self._known_rate: float | None = None
         self._watch: OptimizerWatch | None = None
         self._hidden_states: HiddenStateWatch | None = None
-        self._foreign: ForeignParameters | None = None
         self._suspects: list[Callable[[torch.Tensor, int], ShoalError | None]] = [coupled_samples, sum_over_samples]
         self.copies = ModelCopies(self)
 
@@ -125,7 +118,6 @@ class TorchTrainer(Loop):
         self._choose_exchange()
         self._watch = OptimizerWatch(self.model, self.optimizers, self._step_in_progress)
         self._hidden_states = HiddenStateWatch(self.model, warns=lambda: self._session.is_writer)
-        self._foreign = ForeignParameters(self._training_state.parts.values())
         return all(p.device.type == "cpu" for p in self.model.parameters())
 
     def _end_loop(self) -> None:
@@ -174,12 +166,6 @@ class TorchTrainer(Loop):
             self.copies.begin_body()
         if self._hidden_states is not None:
             self._hidden_states.begin_body(current.number)
-        if self._foreign is not None and current.index == 0:
-            changed = self._foreign.changed()
-            if changed is not None and self._session.is_writer:
-                warn(changed)
-            if self._foreign.done:
-                self._foreign = None
 
     def _check_micro_batch(self, current: Step, number: int) -> None:
         if is_checked_step(current.number):

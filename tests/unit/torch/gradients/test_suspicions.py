@@ -117,25 +117,3 @@ def test_coupled_loss_is_warned_of_once(tmp_path: Path, capsys: pytest.CaptureFi
     model = torch.nn.Linear(3, 4)
     train(tmp_path, model, lambda x: contrastive(model(x[:, 0])))
     assert capsys.readouterr().err.count("warning[S326]") == 1
-
-
-@pytest.mark.parametrize("edit", ["data", "in place"])
-def test_module_that_changes_in_the_loop_without_being_attached_is_warned_of_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: str
-) -> None:
-    model, average = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
-                (ours.data if edit == "data" else ours).lerp_(theirs, 0.1)
-        return (model(x) ** 2).mean()
-
-    train(tmp_path, model, loss)
-    assert capsys.readouterr().err.count("warning[S353] Linear.") == 1
-
-
-def test_teacher_that_does_not_change_is_not_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, teacher = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
-    train(tmp_path, model, lambda x: ((model(x) - teacher(x).detach()) ** 2).mean())
-    assert "warning" not in capsys.readouterr().err

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from shoal.core.data.lanes import LaneLayout
 from shoal.core.data.sample_order import SampleOrder
 from shoal.errors import LoaderDied, SampleFailed
+from shoal.torch.data import worker_processes
 from shoal.torch.data.fetch import lane_reader, share_loader
 
 pytestmark = pytest.mark.process
@@ -195,6 +196,14 @@ def test_batch_that_cannot_be_sent_is_an_error_and_no_endless_wait(closing: Call
         loader.take(0, (0, 8), always_ahead((0, 8)))
     assert "lambda" in failed.value.why
     assert "workers=0" in failed.value.do
+
+
+def test_worker_that_cannot_even_send_its_error_ends() -> None:
+    child = os.fork()
+    if child == 0:
+        worker_processes._send_error_instead(None, ValueError("no pickle"), (0, "what torch sends by itself"))  # type: ignore[arg-type]
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_dead_worker_is_reported_with_its_sample(closing: Callable[[Any], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Local training: members take steps of their own during a round and have actual state after it."""
+"""Local training: members take steps of their own during a round and hold one state after it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 torch.set_num_threads(1)
 F64 = torch.float64
 SAMPLES, SIZE = 96, 24
-# Members are threads here and share a random generator, so only actual at a time may build its model.
+# Members are threads here and share a random generator, so only one of them may build its model at a time.
 BUILDING = threading.RLock()
 
 
@@ -55,7 +55,7 @@ def plain(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Seen:
-    """Records of actual member."""
+    """Records of one member."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, torch.Tensor]] = []

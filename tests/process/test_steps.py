@@ -29,7 +29,7 @@ def dataset(count: int = 96) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
 
 
-# Members are threads here and share a random generator, so only actual at a time may build its model.
+# Members are threads here and share a random generator, so only one of them may build its model at a time.
 BUILDING = threading.RLock()
 
 

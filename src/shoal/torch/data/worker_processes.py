@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing.queues import Queue
@@ -267,8 +268,12 @@ class _WorkerInit:
 
 
 def _send_error_instead(queue: Queue[Any], error: Exception, message: tuple[int, Any]) -> None:
-    """Answer a request whose data cannot be sent by the error."""
-    place, (serial, _) = message
+    """Answer a request whose data cannot be sent by the error; end the worker if it is no answer of ours."""
+    place, answer = message
+    if not isinstance(answer, tuple):
+        traceback.print_exception(error)
+        os._exit(1)
+    serial, _ = answer
     failure = SampleFailed(
         "the data workers cannot send this batch",
         why=f"{type(error).__name__}: {error}",
